@@ -7,20 +7,18 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.image_prompt_runs import make as image_prompts
 from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
-from trl.models.packed.small_copy import small_copy
 from trl.scripts import inspect
-from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows, with_decoder
+from trl.scripts.inspection.collect import STREAMED_ROWS, blank_model, first_rows
 from trl.scripts.inspection.page import histogram
-from trl.scripts.inspection.texts import Compared, near_rows, read_texts, row_parts, with_digests
+from trl.scripts.inspection.texts import near_rows, read_texts, row_parts, shingles, take_digest
 from trl.scripts.inspection.tokens import piece_roles
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -65,6 +63,14 @@ def run(model, tmp_path, monkeypatch, capsys):
     return command
 
 
+def test_prompts_of_rewarded_chats_are_no_fault(run):
+    rows = [
+        {side: chat(row["prompt"], row[side])["messages"] for side in ("chosen", "rejected")} for row in CLEAN["dpo"]
+    ]
+    status, output = run(rows, "--strict", method="reward")
+    assert status == 0, output.out + output.err
+
+
 @pytest.mark.parametrize("method", CLEAN)
 def test_a_clean_set_has_no_fault(method, run):
     status, output = run(CLEAN[method], "--strict", method=method)
@@ -98,6 +104,12 @@ PLANTED = {
     ),
     "pairs": ("dpo", [*CLEAN["dpo"], {"prompt": "Q: Up?", "chosen": " Look up.", "rejected": " Look up."}], (), None,
               {"equal rows": [8]}),
+    "prompts cut for one of a pair": (
+        "dpo", [*CLEAN["dpo"], {"prompt": f"Q: {LONG}?", "chosen": f" {FAR}", "rejected": " ."}], ("--max_length", "40"),
+        None, {"cut rows": [8], "promptless rows": [8]},
+    ),
+    "pairs as labels": ("kto", [*CLEAN["dpo"], {"prompt": "Q: Up?", "chosen": " Look up.", "rejected": " Look up."}], (), None,
+                        {"equal rows": [8]}),
     "labels": ("kto", [{**row, "label": True} for row in CLEAN["kto"]], (), None, {"one label": []}),
     "rewards": ("grpo", CLEAN["grpo"], ("--reward_funcs", "tests.scripts.test_inspect.always_one", "--answers", "answer"), None,
                 {"constant rewards": []}),
@@ -175,6 +187,12 @@ def test_a_stream_without_an_end_is_read_to_a_bound():
     assert len(first_rows(stream, None)) == STREAMED_ROWS and len(read) <= STREAMED_ROWS + 1
 
 
+def test_configs_of_gpus_are_inspected_without_one(run):
+    line = ("--bf16", "true", "--use_vllm", "true", "--vllm_mode", "colocate")
+    status, output = run(CLEAN["grpo"], "--strict", *line, method="grpo")
+    assert (status, "No fault was found." in output.out) == (0, True), output.out + output.err
+
+
 def test_the_first_rows_alone_are_read(run):
     rows = [*CLEAN["sft"], CLEAN["sft"][0]]
     assert run(rows, "--strict", "--rows", "8")[0] == 0
@@ -184,6 +202,7 @@ def test_the_first_rows_alone_are_read(run):
 @pytest.mark.parametrize(("line", "message"), [
     (("--rows", "0"), "--rows must be at least 1"),
     (("--html", "/no/such/folder/page.html"), "Make the folder"),
+    (("--eval_strategy", "steps", "--eval_steps", "5"), "dataset_test_split"),
     (("--max_lenght", "8"), "max_length"),
 ])  # fmt: skip
 def test_bad_options_are_one_message(line, message, run, capsys):
@@ -204,10 +223,11 @@ def test_many_rows_take_bounded_memory():
     assert peak < 4e6  # 8 bytes for a row, and one block of rows
 
 
-def test_rows_that_differ_take_no_more_than_a_number_each():
+def test_rows_that_differ_take_no_more_than_a_number_each(monkeypatch):
     rows = Dataset.from_dict({"text": [f"Look up {number}." for number in range(50_000)]})
+    monkeypatch.setattr("trl.scripts.inspection.texts.COMPARED_ROWS", 100)
     tracemalloc.start()
-    texts = read_texts(rows, "text", compared=100)
+    texts = read_texts(rows, "text")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert texts.is_first.all() and len(texts.compared) == 100
@@ -217,19 +237,24 @@ def test_rows_that_differ_take_no_more_than_a_number_each():
 def test_without_the_library_near_duplicates_are_not_searched(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
     status, output = run([*CLEAN["sft"], LONG_ROW, ALIKE_ROW], "--strict")
-    assert status == 0 and "Near duplicates were not searched: pip install datasketch" in output.out
+    assert status == 0 and re.search("near duplicates +not searched: pip install datasketch", output.out)
+
+
+def numbered(*texts, start=0, digest=""):
+    return [(number, shingles(text, digest)) for number, text in enumerate(texts, start)]
 
 
 def test_near_duplicates_are_those_with_most_shingles():
-    others = [Compared(0, LONG, ""), Compared(1, " ".join(reversed(LONG.split())), "")]
+    others = numbered(LONG, " ".join(reversed(LONG.split())))
     turned = " ".join(LONG.split()[12:] + LONG.split()[:12])
-    rows = [Compared(2, f"{LONG} indeed", ""), Compared(3, turned, ""), Compared(4, "Look up.", "")]
-    assert near_rows(rows, others) == [2]  # 21 of 22 shingles are shared; 19 of 23 of row 3
-    assert near_rows(others) == near_rows(rows) == [] and near_rows([*others, *rows]) == [2]
+    rows = numbered(f"{LONG} indeed", turned, "Look up.", start=2)
+    assert near_rows(rows, others) == ([], [2])  # 21 of 22 shingles are shared; 19 of 23 of row 3
+    assert near_rows(others, []) == near_rows(rows, []) == ([], []) and near_rows([*others, *rows], []) == ([2], [])
 
 
 def test_rows_with_other_images_are_no_near_duplicates():
-    assert near_rows([Compared(0, LONG, "a"), Compared(1, f"{LONG} indeed", "b"), Compared(2, LONG, "b")]) == [2]
+    rows = [*numbered(LONG, digest="a"), *numbered(f"{LONG} indeed", LONG, start=1, digest="b")]
+    assert near_rows(rows, []) == ([2], [])
 
 
 def test_roles_of_pieces_follow_the_texts():
@@ -241,11 +266,11 @@ def test_roles_of_pieces_follow_the_texts():
 
 
 def test_histograms_count_every_number():
-    bars = histogram([1, 1, 2, 5], unit="tokens")
+    bars = histogram(np.array([1, 1, 2, 5]), "tokens")
     assert [int(bar.title.rpartition(": ")[2]) for bar in bars] == [2, 1, 0, 0, 1]
     assert [bar.height for bar in bars] == [100, 50, 0, 0, 50]
-    assert [bar.title for bar in histogram([0.5], unit="reward")] == ["0.5 to 0.5 reward: 1"]
-    wide = histogram(range(100), unit="tokens")
+    assert [bar.title for bar in histogram(np.array([0.5]), "reward")] == ["0.5 to 0.5 reward: 1"]
+    wide = histogram(np.arange(100), "tokens")
     assert [wide[0].title, wide[-1].title, len(wide)] == ["0 to 2 tokens: 3", "99 to 101 tokens: 1", 34]
 
 
@@ -279,7 +304,9 @@ def tokens_in_training(method, processor, data):
 def vision_model(tmp_path_factory):
     folder, processor = tmp_path_factory.mktemp("vision"), tiny_processor()
     processor.save_pretrained(folder)
-    tiny_vision_model(processor).config.save_pretrained(folder)
+    model = tiny_vision_model(processor)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
     return folder, processor
 
 
@@ -330,7 +357,7 @@ OF_IMAGES = {
     "cut prompts of groups": ("grpo", ("--max_prompt_length", "4"), 2, "do not fit max_prompt_length=4"),
     "an opponent": ("nash-md", (), 2, "generates with an opponent on prompts of text alone, got images"),
     "pairs without a reference": ("orpo", (), 2, "images"),
-    "reward": ("reward", (), 2, "images"),
+    "reward": ("reward", (), 2, "for this kind of AutoModel: AutoModelForSequenceClassification"),
     "kto": ("kto", (), 2, "images"),
 }
 
@@ -343,15 +370,28 @@ def test_what_image_training_refuses_or_cuts_is_said(case, see):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stand_ins_of_vision_models_can_be_built(family):
-    config = tiny_vision_model(tiny_processor(family), family).config
-    small = with_decoder(config, small_copy(config.get_text_config()))
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(small)
-    assert type(model) is type(tiny_vision_model(tiny_processor(family), family))
+def test_blank_vision_models_have_the_shapes_of_their_weights(family):
+    model = tiny_vision_model(tiny_processor(family), family)
+    blank = blank_model(type(model), model.config)
+    shapes = [{name: x.shape for name, x in some.state_dict().items()} for some in (model, blank)]
+    assert shapes[0] == shapes[1]
+
+
+def test_blank_models_take_no_memory():
+    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+    model = blank_model(AutoModelForCausalLM, config)
+    assert sum(x.numel() for x in model.parameters()) > 60e9
+    assert sum(x.untyped_storage().nbytes() for x in model.parameters()) < 1e4
 
 
 def test_rows_may_lack_images():
-    rows = [{"images": [tiny_image(0)]}, {"images": []}, {"images": None}]
-    first, *others = with_digests(Dataset.from_list(rows))["image_digest"]
-    assert first not in others and others[0] == others[1]
+    digests = [take_digest({"images": images}) for images in ([tiny_image(0)], [], None)]
+    assert digests[0] not in digests[1:] and digests[1] == digests[2] == take_digest({"text": "Look up."})
+
+
+def test_a_second_prompt_of_a_pair_is_not_trained(run, tmp_path):
+    _, rows, line, _, _ = PLANTED["prompts cut for one of a pair"]
+    run(rows, *line, "--html", str(tmp_path / "page.html"), method="dpo")
+    counts = re.findall(r"<h4>(\w+): \d+ tokens, (\d+) trained", (tmp_path / "page.html").read_text())
+    trained = {title: int(count) for title, count in counts}
+    assert (trained["prompt"], trained["rejected_prompt"], trained["rejected"] > 0) == (0, 0, True)

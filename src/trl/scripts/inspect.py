@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Inspect; returns the exit status: 1 for faults with `--strict`, 2 for rows that cannot be prepared."""
-    from trl.scripts.running import CommandError, notes_shown, report, reporting_input_errors
+    from trl.scripts.running import CommandError, report, reporting_input_errors
 
     parser = make_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     for flag, value in (("--dataset_name", data[0] if data else None), ("--model_name_or_path", options.model)):
         rest += [] if value is None else [flag, value]
+    rest += ["--use_cpu", "true"]  # nothing is computed
     try:
         with reporting_input_errors():
             for name in ("rows", "shown"):
@@ -53,12 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from trl.scripts.training import method_parser
 
             parsed = method_parser(options.method, parser.prog).parse_args_and_config(rest)
-            inspection = inspect_data(options, *parsed)
+            inspection = inspect_data(options, parsed)  # type: ignore[arg-type]
     except CommandError as error:
         return report(parser.prog, error)
-    with notes_shown():
-        print_inspection(inspection)
-        if options.html is not None:
-            write_page(inspection, options.html)
-            print(f"Written: {options.html}")
+    print_inspection(inspection)
+    if options.html is not None:
+        write_page(inspection, options.html)
+        print(f"Written: {options.html}")
     return int(options.strict and bool(inspection.faults))

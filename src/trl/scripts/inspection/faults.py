@@ -1,6 +1,7 @@
 """The faults of a data set that cost runs: what is cut, dropped, repeated, leaked, empty, or says nothing."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import chain
 from typing import NamedTuple
 
@@ -10,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.data.pipeline import SHOWN_ROWS, PreparationReport
 from trl.scripts.inspection.texts import Texts, near_rows
-from trl.scripts.inspection.tokens import ShownRow, lost_share
+from trl.scripts.inspection.tokens import ShownRow
 
 LOST = 0.5  # the share of bytes and unknown tokens above which a script is lost
+LABELS = {"kto": "label", "bco": "label", "prm": "labels"}  # columns
 
 
 class Fault(NamedTuple):
@@ -38,7 +40,7 @@ TEXT = {
     "cut rows": "tokens beyond the limit of length are removed. Raise max_length, or split these rows.",
     "rows longer than the context": "the model was made for {} tokens. Set max_length to at most that.",
     "one label": "all labels are alike, so there is nothing to learn from. Add rows with the other label.",
-    "constant rewards": "{} gives every answer {}. A reward that never differs trains nothing.",
+    "constant rewards": "{} gives every answer {:g}. A reward that never differs trains nothing.",
     "failing rewards": "{} gives no reward. Check that it reads this answer's form.",
 }
 
@@ -54,75 +56,67 @@ def of_all(name: str, total: int, *values: object) -> list[Fault]:
     return [Fault(name, total, total, [], TEXT[name].format(*values))]
 
 
-def text_faults(train: Texts, evaluation: Texts | None, tokenizer: PreTrainedTokenizerBase) -> list[Fault]:
+def text_faults(train: Texts, evaluation: Texts, tokenizer: PreTrainedTokenizerBase) -> list[Fault]:
     """Repeated and empty texts, those of the evaluation set, and scripts that the tokenizer cannot write."""
-    total = len(train.keys)
-    made = of_rows("exact duplicates", np.flatnonzero(~train.is_first), total)
-    made += of_rows("empty answers", np.flatnonzero(train.is_empty), total)
+    total, is_leaked = len(train.keys), train.is_first & np.isin(train.keys, evaluation.keys)
+    faults = of_rows("exact duplicates", np.flatnonzero(~train.is_first), total)
+    faults += of_rows("empty answers", np.flatnonzero(train.is_empty), total)
     for script, words in train.words.items():
         if (share := lost_share(words, tokenizer)) > LOST:
-            made += of_rows(
-                "scripts lost in the tokenizer", np.flatnonzero(train.scripts[script]), total, script, share
-            )
-    return made + (of_rows("rows of the evaluation set", leaked(train, evaluation), total) if evaluation else [])
+            rows = np.flatnonzero(train.scripts[script])
+            faults += of_rows("scripts lost in the tokenizer", rows, total, script, share)
+    faults += of_rows("rows of the evaluation set", np.flatnonzero(is_leaked), total)
+    if find_spec("datasketch") is not None:
+        repeated, near = near_rows(train.compared, evaluation.compared)
+        faults += of_rows("near duplicates", repeated, len(train.compared))
+        near = [row for row in near if not is_leaked[row]]
+        faults += of_rows("near rows of the evaluation set", near, len(train.compared))
+    return faults
 
 
-def leaked(train: Texts, evaluation: Texts) -> np.ndarray:
-    """The numbers of the rows that are evaluation rows too, of exact duplicates the first."""
-    return np.flatnonzero(train.is_first & np.isin(train.keys, evaluation.keys))
-
-
-def near_faults(train: Texts, evaluation: Texts | None) -> list[Fault]:
-    """Near duplicates within the training rows that are compared, and near ones of the evaluation rows."""
-    total = len(train.compared)
-    made = of_rows("near duplicates", near_rows(train.compared), total)
-    if evaluation is not None:
-        others = set(leaked(train, evaluation))
-        rows = [row for row in train.compared if row.number not in others]
-        made += of_rows("near rows of the evaluation set", near_rows(rows, evaluation.compared), total)
-    return made
+def lost_share(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, least: int = 20) -> float:
+    """The share of the tokens of words that are bytes or unknown; 0 for fewer than `least` characters."""
+    if sum(map(len, words)) < least:
+        return 0.0
+    tokens = [token for word in words for token in tokenizer(word, add_special_tokens=False)["input_ids"]]
+    is_lost = [token == tokenizer.unk_token_id or "\ufffd" in tokenizer.decode([token]) for token in tokens]
+    return sum(is_lost) / max(len(tokens), 1)
 
 
 def report_faults(report: PreparationReport) -> list[Fault]:
     """The counts of a preparation that need attention, with the warning that training gives."""
-    made: list[Fault] = []
-    for name, text in report.warnings.items():
-        if count := getattr(report, name):
-            words = name.replace("_", " ")
-            made.append(Fault(words, count, report.rows, report.first.get(name, []), text.format(report)))
-    if report.truncated_rows:
-        first = report.first.get("removed_tokens", [])
-        made.append(Fault("cut rows", report.truncated_rows, report.rows, first, TEXT["cut rows"]))
-    return made
+    counts = {name: (name.replace("_", " "), text) for name, text in report.warnings.items()}
+    counts["truncated_rows"] = "cut rows", TEXT["cut rows"]
+    first = {"truncated_rows": report.first.get("removed_tokens", []), **report.first}
+    return [
+        Fault(words, count, report.rows, first.get(name, []), text.format(report))
+        for name, (words, text) in counts.items() if (count := getattr(report, name))
+    ]  # fmt: skip
 
 
-def shown_faults(rows: Sequence[ShownRow]) -> list[Fault]:
+def prompt_faults(rows: Sequence[ShownRow]) -> list[Fault]:
     """Words of others than the assistant that are trained, in the rows that are shown."""
-    others = ("user", "system", "tool", "prompt")
-    trained = [
-        row.number
-        for row in rows
-        if any(token.state == "trained" and token.role in others for part in row.sequences.values() for token in part)
-    ]
-    return of_rows("trained prompts", trained, len(rows))
+    trained = {
+        number for number, sequences in rows for token in chain.from_iterable(sequences.values())
+        if token.state == "trained" and token.role in ("user", "system", "tool", "prompt")
+    }  # fmt: skip
+    return of_rows("trained prompts", sorted(trained), len(rows))
 
 
-def label_faults(dataset: Dataset) -> list[Fault]:
-    """Labels that are all alike: of answers (`label`), or of the steps of solutions (`labels`)."""
-    names = set(dataset.column_names)
-    for column in {"label", "labels"} & names if "input_ids" not in names else ():
-        kinds = set(chain.from_iterable(value if isinstance(value, list) else [value] for value in dataset[column]))
-        if len(kinds) == 1 and len(dataset) > 1:
-            return of_all("one label", len(dataset))
-    return []
+def label_faults(dataset: Dataset, method: str) -> list[Fault]:
+    """Labels that are all alike: of answers, or of the steps of solutions."""
+    column = LABELS.get(method)
+    values = dataset[column] if column in dataset.column_names else ()
+    kinds = set(chain.from_iterable(values) if column == "labels" else values)
+    return of_all("one label", len(dataset)) if len(kinds) == 1 < len(dataset) else []
 
 
 def reward_faults(rewards: Mapping[str, np.ndarray], total: int) -> list[Fault]:
     """Reward functions that never differ over the answers, or give none."""
-    made: list[Fault] = []
+    faults: list[Fault] = []
     for name, values in rewards.items():
-        if not len(values):
-            made += of_all("failing rewards", total, name)
-        elif len(values) > 1 and len(set(values)) == 1:
-            made += of_all("constant rewards", total, name, f"{values[0]:g}")
-    return made
+        if not values.size:
+            faults += of_all("failing rewards", total, name)
+        elif values.size > 1 and np.ptp(values) == 0:
+            faults += of_all("constant rewards", total, name, values[0])
+    return faults

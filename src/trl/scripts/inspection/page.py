@@ -17,41 +17,30 @@ BARS = 40
 MOST_TOKENS = 600  # of a sequence on the page; of longer ones the ends are shown
 
 
-def histogram(values: Sequence[float] | np.ndarray, *, unit: str) -> list[Bar]:
-    """The bars of a histogram of numbers; none without numbers."""
-    numbers = np.asarray(values, dtype=float)
-    if not numbers.size:
-        return []
-    low, high = float(numbers.min()), float(numbers.max())
-    is_whole = bool((numbers == numbers.round()).all())
-    step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
-    bins: int | np.ndarray = np.arange(low, high + step + 0.5, step) if is_whole else BARS if high > low else 1
-    counts, edges = np.histogram(numbers, bins)
-    edges = edges if is_whole or high > low else np.array([low, high])
-    return bars(counts.tolist(), edges.tolist(), unit, is_whole=is_whole)
-
-
 def write_page(inspection: Inspection, path: Path) -> None:
     """Write the page. What rows say is text in it, never markup."""
-    text = render(
-        "trl.scripts.inspection", "page.html", inspection=inspection, shortened=shortened,
-        lengths=histogram(inspection.lengths, unit="tokens"),
-        rewards={name: histogram(values, unit="reward") for name, values in inspection.rewards.items()},
-    )  # fmt: skip
+    functions = {"histogram": histogram, "shortened": shortened}
+    text = render("trl.scripts.inspection", "page.html", inspection=inspection, **functions)
     path.write_text(text, encoding="utf-8")
+
+
+def histogram(numbers: np.ndarray, unit: str) -> list[Bar]:
+    """The bars of a histogram."""
+    low, high, is_whole = float(numbers.min()), float(numbers.max()), bool((numbers == numbers.round()).all())
+    step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
+    edges = np.arange(low, high + step + 0.5, step) if is_whole else np.linspace(low, high, 1 + BARS ** (high > low))
+    return bars(np.histogram(numbers, edges)[0].tolist(), edges.tolist(), unit, is_whole=is_whole)
 
 
 def shortened(tokens: Sequence[Token]) -> list[Token]:
     """The tokens, those of an image as one, or the ends of a long sequence around a note of how many are left out."""
-    runs = [(state, list(run)) for state, run in groupby(tokens, key=lambda token: token.state)]
-    image = "[{} image tokens]".format
-    pieces = [[run[0]._replace(text=image(len(run)))] if state == "image" else run for state, run in runs]
-    tokens = [token for piece in pieces for token in piece]
-    if len(tokens) <= MOST_TOKENS:
-        return list(tokens)
-    half = MOST_TOKENS // 2
-    gap = Token(-1, f" … {len(tokens) - MOST_TOKENS} tokens … ", "gap", None, is_template=False)
-    return [*tokens[:half], gap, *tokens[-half:]]
+    shown, half = list[Token](), MOST_TOKENS // 2
+    for state, run in groupby(tokens, key=lambda token: token.state):
+        first, *rest = run
+        image = first._replace(text=f"[{1 + len(rest)} image tokens]")
+        shown += [image] if state == "image" else [first, *rest]
+    gap = Token(-1, f" … {len(shown) - MOST_TOKENS} tokens … ", "gap", "text")
+    return shown if len(shown) <= MOST_TOKENS else [*shown[:half], gap, *shown[-half:]]
 
 
 def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
@@ -60,9 +49,9 @@ def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
     width = max(map(len, inspection.figures))
     for name, value in inspection.figures.items():
         console.print(f"  {name:<{width}}  {value}", markup=False)
-    for row in inspection.shown[:rows]:
-        console.print(f"\nRow {row.number}", style="bold")
-        for title, tokens in row.sequences.items():
+    for number, sequences in inspection.shown[:rows]:
+        console.print(f"\nRow {number}", style="bold")
+        for title, tokens in sequences.items():
             shown = Shown(title, [token.id for token in tokens], [token.state for token in tokens])
             console.print(rendered(inspection.tokenizer, shown, colour=console.is_terminal))
     for fault in inspection.faults:
@@ -71,5 +60,3 @@ def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
         console.print(f"  {fault.text}", markup=False)
     if not inspection.faults:
         console.print("\nNo fault was found.", style="bold")
-    for note in inspection.notes:
-        console.print(note, markup=False)
