@@ -72,7 +72,7 @@ def sequences(trainer: Trainer, row: Fields, collator: Any = None) -> list[Shown
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:
         title = {name: name.removesuffix("_input_ids") for name in parts}
-        trained = {name: title[name] not in ("prompt", "KL_completion") for name in parts}  # KTO's KL is a constant
+        trained = {name: title[name] in (*SIDES, "completion") for name in parts}  # KTO's KL is a constant
         return [Shown(title[name], ids, _states([trained[name]] * len(ids), ids)) for name, ids in parts.items()]
     with_images = image_column(list(row)) is not None
     if "input_ids" not in row and not with_images:
