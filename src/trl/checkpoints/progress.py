@@ -50,6 +50,12 @@ class SavesState(TrainerCallback, ABC):
     """A callback whose state is in `state_file` of every checkpoint."""
 
     state_file: str
+    resumed_from: str | None = None
+    """The checkpoint that a run of ours resumes from."""
+
+    def resumed_file(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """The file of the state in the checkpoint that a run resumes from; other trainers have it in `output_dir`."""
+        return Path(self.resumed_from or f"{args.output_dir}/checkpoint-{state.global_step}") / self.state_file
 
     @abstractmethod
     def save_state(self, folder: Path) -> None:

@@ -287,6 +287,7 @@ class BaseTrainer(Trainer):
         with ExitStack() as stack:
             stack.callback(lambda: self.run_report.events.close())
             run = self.runs.enter(stack, self.args, resume=resume_from_checkpoint)
+            saving.name_checkpoint(self.callback_handler.callbacks, run.checkpoint)
             stack.callback(self._hang_watch.stop)  # before uploads are waited for
             output = super().train(run.checkpoint, *args, **kwargs)
         return run_metrics.summary_of(output, self.args, self.state, self.run_metrics.mean_loss(self))

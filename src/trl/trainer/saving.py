@@ -200,6 +200,13 @@ def write_progress(trainer: Any, folder: Path) -> None:
         trainer._moved_reference.save(str(folder))
 
 
+def name_checkpoint(callbacks: Sequence[object], checkpoint: str | None) -> None:
+    """Say to callbacks with state which checkpoint the run resumes from."""
+    for callback in callbacks:
+        if isinstance(callback, SavesState):
+            callback.resumed_from = checkpoint
+
+
 def read_progress(trainer: Any, folder: Path) -> None:
     """Load what `write_progress` wrote."""
     if trainer._moved_reference is not None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.trainer import sft_runs
 from tests.trainer.callbacks.runs import trainer
 from trl.trainer.callbacks import BEMACallback
 
@@ -79,6 +80,18 @@ def test_resumed_training_ends_in_the_same_average(tmp_path):
     resumed = run(tmp_path / "cut", resume=str(tmp_path / "cut" / "checkpoint-2"))
     for name, value in whole.items():
         torch.testing.assert_close(resumed[name], value, atol=0, rtol=0)
+
+
+def test_a_run_resumed_in_another_folder_ends_in_the_same_average(tmp_path):
+    def run(folder, resume=None):
+        callback, rows = BEMACallback(update_freq=1, update_after=1), [{"text": "one two"}, {"text": "three four"}]
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1}
+        run = sft_runs.make(rows, folder=tmp_path / folder, trainer={"callbacks": [callback]}, **settings)
+        run.train(resume_from_checkpoint=resume)
+        return dict(callback.running_model.named_parameters())
+
+    whole, resumed = run("a"), run("b", resume=str(tmp_path / "a" / "checkpoint-2"))
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 def test_a_checkpoint_without_averages_is_said(tmp_path, caplog):

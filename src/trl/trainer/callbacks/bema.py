@@ -71,7 +71,7 @@ class BEMACallback(SavesState):
         self.running_model = copy.deepcopy(_unwrapped(model)).to(self.device).eval()
         self._begin_at(model)
         if state.global_step > 0:
-            self._resume(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / self.state_file)
+            self._resume(self.resumed_file(args, state))
 
     @torch.no_grad()
     def on_step_end(self, args, state, control, *, model: nn.Module, **kwargs: object):

@@ -77,10 +77,7 @@ class WinRateCallback(SavesState):
         if self.against is not None:
             return None
         if state.global_step and reference is None:
-            newest = getattr(getattr(self.trainer, "runs", None), "newest_checkpoint", None) or "."
-            folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-            kept = next((file for place in (Path(newest), folder) if (file := place / self.state_file).is_file()), None)
-            if kept is not None:
+            if (kept := self.resumed_file(args, state)).is_file():
                 self.against = json.loads(kept.read_text())
                 return None
             logger.warning(
