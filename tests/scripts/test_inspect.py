@@ -18,7 +18,7 @@ from trl.collators.images import DataCollatorForVisionLanguageModeling, DataColl
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, blank_model, first_rows
 from trl.scripts.inspection.page import histogram
-from trl.scripts.inspection.texts import near_rows, read_texts, row_parts, shingles, take_digest
+from trl.scripts.inspection.texts import Texts, near_rows, row_parts, shingles, take_digest
 from trl.scripts.inspection.tokens import piece_roles
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -216,7 +216,7 @@ def test_bad_options_are_one_message(line, message, run, capsys):
 def test_many_rows_take_bounded_memory():
     rows = Dataset.from_dict({"text": ["Look up."] * 10}).select(np.zeros(60_000, dtype=np.int64))
     tracemalloc.start()
-    texts = read_texts(rows, "text")
+    texts = Texts(rows)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert texts.is_first.sum() == 1
@@ -227,7 +227,7 @@ def test_rows_that_differ_take_no_more_than_a_number_each(monkeypatch):
     rows = Dataset.from_dict({"text": [f"Look up {number}." for number in range(50_000)]})
     monkeypatch.setattr("trl.scripts.inspection.texts.COMPARED_ROWS", 100)
     tracemalloc.start()
-    texts = read_texts(rows, "text")
+    texts = Texts(rows)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert texts.is_first.all() and len(texts.compared) == 100

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from trl.scripts.plain_parser import PlainParser
 
-METHODS = (
-    "sft", "reward", "dpo", "orpo", "cpo", "kto", "bco", "prm", "grpo", "rloo", "online-dpo", "nash-md", "xpo"
-)  # fmt: skip
+METHODS = ("sft", "reward", "dpo", "orpo", "cpo", "kto", "bco", "prm", "grpo", "rloo", "online-dpo", "nash-md", "xpo")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -54,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from trl.scripts.training import method_parser
 
             parsed = method_parser(options.method, parser.prog).parse_args_and_config(rest)
-            inspection = inspect_data(options, parsed)  # type: ignore[arg-type]
+            inspection = inspect_data(options, parsed)
     except CommandError as error:
         return report(parser.prog, error)
     print_inspection(inspection)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,26 +24,17 @@ from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER
 from trl.models.switches import holding
 from trl.scripts.inspection import faults
 from trl.scripts.inspection.faults import Fault
-from trl.scripts.inspection.texts import read_texts
+from trl.scripts.inspection.texts import Texts
 from trl.scripts.inspection.tokens import ShownRow, lengths_and_reports, shown_rows
 from trl.scripts.messages import Trainer
 from trl.scripts.training import COMMANDS, load_inputs
-
-if TYPE_CHECKING:
-    from trl.data.sources import DatasetMixtureConfig
-    from trl.options.model import ModelConfig
-    from trl.scripts.arguments import AnyConfig, CommandArguments
-
-    Inputs = tuple[CommandArguments, AnyConfig, ModelConfig, DatasetMixtureConfig]
 
 STREAMED_ROWS = 10_000  # of a stream
 IMAGE_ROWS = 500  # where `--rows` does not say how many: each image is resized
 SCORED_ROWS = 1_000  # whose answers are given to reward functions
 CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
-# Settings that need weights or more than this process, or put rows into another order.
-LEFT_OUT = {
-    "model_init_kwargs": None, "report_to": [], "shuffle_dataset": False, "use_vllm": False, "weights": None
-}  # fmt: skip
+# Without settings that need weights or more than this process, or put rows into another order.
+LEFT_OUT = {"model_init_kwargs": None, "report_to": [], "shuffle_dataset": False, "use_vllm": False, "weights": None}
 
 
 @dataclass
@@ -60,8 +50,11 @@ class Inspection:
     rewards: dict[str, np.ndarray]  # those that are known
 
 
-def inspect_data(options: Namespace, inputs: "Inputs") -> Inspection:
-    """Prepare the data as `trl METHOD` would, and look at it. Raises: what preparing raises for rows it refuses."""
+def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
+    """Prepare the data as `trl METHOD` would, whose parser gives the `inputs`, and look at it.
+
+    Raises: what preparing raises for rows it refuses.
+    """
     script_args, args, _, _ = inputs
     sets = {name: first_rows(rows, options.rows) for name, rows in load_rows(inputs).items()}
     train, method, functions = sets["train"], options.method, getattr(script_args, "reward_funcs", None)
@@ -80,12 +73,12 @@ def inspect_data(options: Namespace, inputs: "Inputs") -> Inspection:
         columns = ", ".join(train.column_names)
         figures["rewards"] = f"not tried: name the column with answers, --answers COLUMN, one of {columns}"
     for name, values in rewards.items():
-        if len(values):
+        if values.size:
             figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
     if find_spec("datasketch") is None:
         figures["near duplicates"] = "not searched: pip install datasketch"
     longer = np.flatnonzero(lengths > (context or np.inf))
-    texts, others = (read_texts(sets.get(name, train.select([])), text_field) for name in ("train", "eval"))
+    texts, others = (Texts(sets.get(name, train.select([])), text_field) for name in ("train", "eval"))
     counted = [
         *faults.report_faults(reports.get("train", PreparationReport())),
         *faults.of_rows("rows longer than the context", longer, len(lengths), context),
@@ -98,7 +91,7 @@ def inspect_data(options: Namespace, inputs: "Inputs") -> Inspection:
     return Inspection(title, lengths, figures, tokenizer, counted, shown, rewards)
 
 
-def load_rows(inputs: "Inputs") -> dict[str, Dataset | IterableDataset]:
+def load_rows(inputs: tuple) -> dict[str, Dataset | IterableDataset]:
     """The training set, and the evaluation set if there is one."""
     try:
         with holding(inputs[1], "eval_strategy", "steps"):
@@ -116,7 +109,7 @@ def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
-def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: "Inputs") -> tuple[Trainer, int | None]:
+def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: tuple) -> tuple[Trainer, int | None]:
     """The trainer of a method around a model without its weights, and the model's context in tokens."""
     script_args, args, model_args, _ = inputs
     path, remote = str(model_args.model_name_or_path), {"trust_remote_code": model_args.trust_remote_code}
@@ -125,12 +118,12 @@ def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: "Inputs") ->
     if method in CLASSIFIERS:
         kind, config.num_labels = CLASSIFIERS[method].auto, CLASSIFIERS[method].labels
     vars(args).update(LEFT_OUT)
-    online = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    online = hasattr(script_args, "reward_funcs")
     module = import_module(f"{COMMANDS[method].package}.{method.replace('-', '_')}_trainer")
     trainer = getattr(module, f"{COMMANDS[method].prefix}Trainer")(
         blank_model(kind, config, **remote), args=args, processing_class=load_processing_class(path, **source),
         train_dataset=sets["train"], eval_dataset=sets.get("eval"),
-        **(online if hasattr(script_args, "reward_funcs") else {}),
+        **({"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if online else {}),
     )  # fmt: skip
     return trainer, getattr(config.get_text_config(), "max_position_embeddings", None)
 
@@ -147,12 +140,13 @@ def figures_of(trainer: Trainer, rows: int, lengths: np.ndarray, context: int | 
     """The numbers of an inspection, in words."""
     args, prepared = trainer.args, trainer.train_dataset
     limit = getattr(args, "max_length", None) or getattr(args, "max_prompt_length", None)
-    figures = {"rows": f"{rows:,}", "sequences": f"{len(lengths):,}", "tokens": f"{int(lengths.sum()):,}"}
-    if len(lengths):
-        middle, high, most = (int(value) for value in np.percentile(lengths, [50, 95, 100]))
-        figures["tokens of a sequence"] = f"{middle:,} (median), {high:,} (95 %), {most:,} (longest)"
-    figures["limit"] = "none" if limit is None else f"{limit:,} tokens"
-    figures["the model's context"] = "unknown" if context is None else f"{context:,} tokens"
+    middle, high, most = (int(value) for value in np.percentile(lengths, [50, 95, 100]))
+    figures = {
+        "rows": f"{rows:,}", "sequences": f"{len(lengths):,}", "tokens": f"{int(lengths.sum()):,}",
+        "tokens of a sequence": f"{middle:,} (median), {high:,} (95 %), {most:,} (longest)",
+        "limit": "none" if limit is None else f"{limit:,} tokens",
+        "the model's context": "unknown" if context is None else f"{context:,} tokens",
+    }  # fmt: skip
     if getattr(args, "packing", False) and args.max_length:
         filled = float(list_lengths(prepared, "input_ids").mean() / args.max_length)
         figures["packed"] = f"{len(prepared):,} rows of {args.max_length:,} tokens, {filled:.1%} filled"

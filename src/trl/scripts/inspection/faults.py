@@ -45,15 +45,10 @@ TEXT = {
 }
 
 
-def of_rows(name: str, rows: Sequence[int] | np.ndarray, total: int, *values: object) -> list[Fault]:
-    """A fault of these rows; none where there are no rows."""
-    first = [int(row) for row in rows[:SHOWN_ROWS]]
-    return [Fault(name, len(rows), total, first, TEXT[name].format(*values))] if first else []
-
-
-def of_all(name: str, total: int, *values: object) -> list[Fault]:
-    """A fault of no row more than of others."""
-    return [Fault(name, total, total, [], TEXT[name].format(*values))]
+def of_rows(name: str, rows: Sequence[int] | np.ndarray | None, total: int, *values: object) -> list[Fault]:
+    """A fault of these rows (None: of all, of which none stands out); none where there are no rows."""
+    count, first = (total, []) if rows is None else (len(rows), [int(row) for row in rows[:SHOWN_ROWS]])
+    return [Fault(name, count, total, first, TEXT[name].format(*values))] if count else []
 
 
 def text_faults(train: Texts, evaluation: Texts, tokenizer: PreTrainedTokenizerBase) -> list[Fault]:
@@ -85,13 +80,12 @@ def lost_share(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, leas
 
 def report_faults(report: PreparationReport) -> list[Fault]:
     """The counts of a preparation that need attention, with the warning that training gives."""
-    counts = {name: (name.replace("_", " "), text) for name, text in report.warnings.items()}
-    counts["truncated_rows"] = "cut rows", TEXT["cut rows"]
-    first = {"truncated_rows": report.first.get("removed_tokens", []), **report.first}
-    return [
-        Fault(words, count, report.rows, first.get(name, []), text.format(report))
-        for name, (words, text) in counts.items() if (count := getattr(report, name))
+    faults = [
+        Fault(name.replace("_", " "), count, report.rows, report.first.get(name, []), text.format(report))
+        for name, text in report.warnings.items() if (count := getattr(report, name))
     ]  # fmt: skip
+    cut, first = report.truncated_rows, report.first.get("removed_tokens", [])
+    return [*faults, Fault("cut rows", cut, report.rows, first, TEXT["cut rows"])] if cut else faults
 
 
 def prompt_faults(rows: Sequence[ShownRow]) -> list[Fault]:
@@ -108,7 +102,7 @@ def label_faults(dataset: Dataset, method: str) -> list[Fault]:
     column = LABELS.get(method)
     values = dataset[column] if column in dataset.column_names else ()
     kinds = set(chain.from_iterable(values) if column == "labels" else values)
-    return of_all("one label", len(dataset)) if len(kinds) == 1 < len(dataset) else []
+    return of_rows("one label", None, len(dataset)) if len(kinds) == 1 < len(dataset) else []
 
 
 def reward_faults(rewards: Mapping[str, np.ndarray], total: int) -> list[Fault]:
@@ -116,7 +110,7 @@ def reward_faults(rewards: Mapping[str, np.ndarray], total: int) -> list[Fault]:
     faults: list[Fault] = []
     for name, values in rewards.items():
         if not values.size:
-            faults += of_all("failing rewards", total, name)
+            faults += of_rows("failing rewards", None, total, name)
         elif values.size > 1 and np.ptp(values) == 0:
-            faults += of_all("constant rewards", total, name, values[0])
+            faults += of_rows("constant rewards", None, total, name, values[0])
     return faults

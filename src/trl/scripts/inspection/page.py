@@ -19,8 +19,9 @@ MOST_TOKENS = 600  # of a sequence on the page; of longer ones the ends are show
 
 def write_page(inspection: Inspection, path: Path) -> None:
     """Write the page. What rows say is text in it, never markup."""
-    functions = {"histogram": histogram, "shortened": shortened}
-    text = render("trl.scripts.inspection", "page.html", inspection=inspection, **functions)
+    text = render(
+        "trl.scripts.inspection", "page.html", inspection=inspection, histogram=histogram, shortened=shortened
+    )
     path.write_text(text, encoding="utf-8")
 
 

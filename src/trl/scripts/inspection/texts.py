@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 from typing import NamedTuple
@@ -36,21 +36,6 @@ class Part(NamedTuple):
     is_answer: bool
 
 
-class Texts(NamedTuple):
-    """What the texts of a set's rows show, in a few bytes for each row.
-
-    `keys` `(rows,)` are equal for exact duplicates, of which `is_first` marks the first; `is_empty` marks rows with an
-    empty answer, `scripts` those with letters of a script, of which some `words` are kept.
-    """
-
-    keys: np.ndarray
-    is_first: np.ndarray
-    is_empty: np.ndarray
-    scripts: Mapping[str, np.ndarray]
-    words: Mapping[str, list[str]]
-    compared: list[Compared]
-
-
 def row_parts(row: Row, text_field: str = "text") -> list[Part]:
     """The texts of a row, of messages and without. Rows of tokens have none."""
     parts = list[Part]()
@@ -72,28 +57,36 @@ def take_digest(row: RowDict) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(image.tobytes() for image in images if image is not None))
 
 
-def read_texts(dataset: Dataset, text_field: str = "text") -> Texts:
-    """Read all rows, a block at a time; `COMPARED_ROWS` of them, evenly spaced, are compared."""
-    total = len(dataset)
-    keys, is_first, is_empty = np.empty(total, np.uint64), np.zeros(total, bool), np.zeros(total, bool)
-    scripts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(total, bool))
-    words, compared = defaultdict[str, list[str]](list), list[Compared]()
-    blocks = map(dict, dataset.iter(BLOCK_ROWS if image_column(dataset.column_names) is None else 1))
-    rows = (dict(zip(block, row, strict=True)) for block in blocks for row in zip(*block.values(), strict=True))
-    for number, row in enumerate(rows):
-        digest, parts = take_digest(row), row_parts(row, text_field)
-        said = [part[:3] for part in parts] or row.get("input_ids") or row
-        keys[number] = xxhash.xxh3_64_intdigest(repr([digest, said]).encode())
-        is_empty[number] = any(part.is_answer and not part.text.strip() for part in parts)
-        text = " ".join(part.text for part in parts)
-        if number % -(-total // COMPARED_ROWS) == 0:
-            compared.append((number, shingles(text, digest)))
-        for script in set(map(script_of, set(text))) - {""}:
-            scripts[script][number] = True
-            if len(words[script]) < SCRIPT_WORDS:
-                words[script] += ["".join(run) for kind, run in groupby(text, script_of) if kind == script]
-    is_first[np.unique(keys, return_index=True)[1]] = True
-    return Texts(keys, is_first, is_empty, scripts, words, [row for row in compared if is_first[row[0]]])
+class Texts:
+    """What the texts of a set's rows show, in a few bytes for each row.
+
+    `keys` `(rows,)` are equal for exact duplicates, of which `is_first` marks the first; `is_empty` marks rows with an
+    empty answer, `scripts` those with letters of a script, of which some `words` are kept. `COMPARED_ROWS` of the first
+    ones, evenly spaced, are `compared`.
+    """
+
+    def __init__(self, dataset: Dataset, text_field: str = "text") -> None:
+        """Read all rows, a block at a time; rows with images one at a time."""
+        total, compared = len(dataset), list[Compared]()
+        self.keys, self.is_empty, self.is_first = np.empty(total, np.uint64), *np.zeros((2, total), bool)
+        self.scripts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(total, bool))
+        self.words: defaultdict[str, list[str]] = defaultdict(list)
+        blocks = map(dict, dataset.iter(BLOCK_ROWS if image_column(dataset.column_names) is None else 1))
+        rows = (dict(zip(block, row, strict=True)) for block in blocks for row in zip(*block.values(), strict=True))
+        for number, row in enumerate(rows):
+            digest, parts = take_digest(row), row_parts(row, text_field)
+            said = [part[:3] for part in parts] or row.get("input_ids") or row
+            self.keys[number] = xxhash.xxh3_64_intdigest(repr([digest, said]).encode())
+            self.is_empty[number] = any(part.is_answer and not part.text.strip() for part in parts)
+            text = " ".join(part.text for part in parts)
+            if number % -(-total // COMPARED_ROWS) == 0:
+                compared.append((number, shingles(text, digest)))
+            for script in set(map(script_of, set(text))) - {""}:
+                self.scripts[script][number] = True
+                if len(self.words[script]) < SCRIPT_WORDS:
+                    self.words[script] += ["".join(run) for kind, run in groupby(text, script_of) if kind == script]
+        self.is_first[np.unique(self.keys, return_index=True)[1]] = True
+        self.compared = [row for row in compared if self.is_first[row[0]]]
 
 
 @cache
