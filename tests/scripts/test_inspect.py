@@ -1,5 +1,6 @@
 """`trl inspect`: each planted fault is named and nothing else, what is shown is what is trained, and pages are safe."""
 
+import copy
 import json
 import re
 import sys
@@ -381,7 +382,8 @@ def test_blank_models_take_no_memory():
     config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
     model = blank_model(AutoModelForCausalLM, config)
     assert sum(x.numel() for x in model.parameters()) > 60e9
-    assert sum(x.untyped_storage().nbytes() for x in model.parameters()) < 1e4
+    for other in (model, copy.deepcopy(model)):  # a reference
+        assert sum(x.untyped_storage().nbytes() for x in other.parameters()) < 1e4
 
 
 def test_rows_may_lack_images():

@@ -34,7 +34,10 @@ IMAGE_ROWS = 500  # where `--rows` does not say how many: each image is resized
 SCORED_ROWS = 1_000  # whose answers are given to reward functions
 CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
 # Without settings that need weights or more than this process, or put rows into another order.
-LEFT_OUT = {"model_init_kwargs": None, "report_to": [], "shuffle_dataset": False, "use_vllm": False, "weights": None}
+LEFT_OUT = {
+    "model_init_kwargs": None, "precompute_ref_log_probs": False, "report_to": [], "shuffle_dataset": False,
+    "use_vllm": False, "weights": None,
+}  # fmt: skip
 
 
 @dataclass
@@ -129,11 +132,19 @@ def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: tuple) -> tu
 
 
 def blank_model(kind: type, config: PretrainedConfig, **remote: bool) -> PreTrainedModel:
-    """A model whose tensors have their shapes, and a single zero of memory."""
+    """A model whose tensors have their shapes, and a single zero of memory; so do its copies."""
     from_config = getattr(kind, "from_config", None)  # of an AutoModel
     with torch.device("meta"):
         model = kind(config) if from_config is None else from_config(config, **remote)
-    return model.float()._apply(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+    model = model.float()._apply(blank)
+    for parameter in model.parameters():
+        parameter.__deepcopy__ = lambda _, x=parameter: torch.nn.Parameter(blank(x), x.requires_grad)
+    return model
+
+
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape of a tensor, in the memory of one."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def figures_of(trainer: Trainer, rows: int, lengths: np.ndarray, context: int | None) -> dict[str, str]:
