@@ -136,7 +136,7 @@ def live_peak(run: Run) -> float:
             live.add([*module.parameters(), *module.buffers()])
     with live:
         trainer.train()
-    return max(peak.total for peak in live.peaks.values())
+    return max(map(sum, live.peaks.values()))
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from trl.models.scoring.classifier import ClassificationScorer
 from trl.scripts.plan import METHODS, main, print_plan, run_for
 from trl.scripts.planning import measure
 from trl.scripts.planning import plan as planning
-from trl.scripts.planning.batches import batch_of
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.plan import gathered_bytes, memory_of, plan_of
 from trl.scripts.planning.state import sharding_of
@@ -157,13 +155,14 @@ def test_a_profile_that_offloads_is_refused(run, tmp_path, kind, settings, offlo
 @pytest.mark.parametrize(
     ("memory", "batch", "tokens"), [(99, 0, 0), (400, 10, 160), (1100, 38, 256), (10**9, 4096, 256)]
 )
-def test_the_largest_that_fit(run, monkeypatch, memory, batch, tokens):
+def test_the_largest_that_fit(run, alone, monkeypatch, memory, batch, tokens):
     def peak_of(run):
         work = run.rows * run.lengths.row // 4  # 8 for each row, 1 for 4 tokens of both rows
-        return SimpleNamespace(phases={"a": 100 + work, "b": 25 * run.rows * run.lengths.row / 32 + 150, "c": 100})
+        sizes = {"a": 100 + work, "b": 25 * run.rows * run.lengths.row / 32 + 150, "c": 100}
+        return replace(alone, phases=sizes, memory=run.memory)
 
     monkeypatch.setattr(planning, "plan_of", peak_of)
-    plan = planning.with_fits(replace(plan_of(run), phases=peak_of(run).phases, memory=memory), run)
+    plan = planning.planned(replace(run, memory=memory), levers=False)
     assert (plan.largest_batch, plan.largest_length) == (batch, tokens)
 
 
@@ -250,7 +249,7 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
     assert run.samples == is_short
     model = with_numbers(SMALL, torch.float32, run.classifier)
     scorer: Any = Scorer(model) if run.classifier is None else ClassificationScorer(model)
-    batch = batch_of(run, scorer)
+    batch = measure.batch_of(run, scorer)
     measure.step(run.loss, batch, model, scorer, with_numbers(SMALL, torch.float32), nullcontext)
     assert batch["input_ids"].numel() >= 4 * (run.lengths.row if method in ("sft", "gkd") else 16)
     assert all(parameter.grad is not None for parameter in model.parameters())

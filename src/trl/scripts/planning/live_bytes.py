@@ -25,11 +25,6 @@ class Bytes(NamedTuple):
     gradients: float
     others: float
 
-    @property
-    def total(self) -> float:
-        """Both together."""
-        return sum(self)
-
 
 class LiveBytes(TorchDispatchMode):
     """A block that counts the storages of the tensors made in it, and of those that `add` is given, while they live.
@@ -50,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
         self._measure()
 
     def _measure(self) -> None:
-        if self.phase not in self.peaks or self.peaks[self.phase].total < self.now:
+        if self.phase not in self.peaks or sum(self.peaks[self.phase]) < self.now:
             gradients = tensor_bytes(weight.grad for weight in self.trained if weight.grad is not None)
             self.peaks[self.phase] = Bytes(gradients, self.now - gradients)
 

@@ -11,66 +11,72 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.training_args import OptimizerNames
 
-from trl.data.teacher_columns import TEACHER_IDS
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.collators.preference import PairCollator
+from trl.collators.reward import RewardCollator
+from trl.collators.unpaired import UnpairedCollator
+from trl.data.preference_rows import SIDES
+from trl.data.teacher_columns import TEACHER_IDS, TEACHER_LOGPS
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import cache_bytes
 from trl.methods.method import Method, Scoring, Step
-from trl.models.packed.layout import Inputs
+from trl.methods.online import ROLLOUT
+from trl.models.packed.layout import Inputs, scored_sequences
 from trl.models.packed.small_copy import keep_layers, layer_kinds
 from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, embedded_tokens, layers_of
 from trl.models.reference import AdapterReference, FrozenModel
+from trl.models.scoring.base import ScorerBase, shares_prefix
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.switches import enable_gradient_checkpointing, holding
 from trl.models.teacher import ColumnTeacher, FrozenTeacher, SelfTeacher, Teacher
 from trl.reporting.metrics import Processes
-from trl.scripts.planning.batches import batch_of
+from trl.rollouts import experience as columns
+from trl.rollouts.experience import Experience
 from trl.scripts.planning.live_bytes import Bytes, LiveBytes, WithoutNumbers
-from trl.scripts.planning.run import Run
+from trl.scripts.planning.run import Run, meta_model, saved_dtype
 from trl.scripts.planning.state import make_optimizer, tensor_bytes
 from trl.tensors import heads
+from trl.tensors.ragged import Ragged
 
 FORWARD, HEAD, LAST_LAYER, FIRST_LAYER = (
     "forward", "logits and loss", "backward of the last layer", "backward of the first layer"
 )  # fmt: skip
 UPDATE, GENERATION = "optimiser step", "generation"
 
+_TOKEN = 5  # any
 _LOGITS = 3  # copies of logits of which a token is chosen
 
 
 def phases_of(run: Run) -> dict[str, Bytes]:
-    """The peak of each phase of a micro-batch, measured once."""
-    half = run.sharding.half
-    run.phases[half] = run.phases.get(half) or _measured(run)
-    return run.phases[half]
-
-
-def _measured(run: Run) -> dict[str, Bytes]:
-    """The phases for all layers of the run's config."""
-    kinds = layer_kinds(run.config)
+    """The peak of each phase of a micro-batch for all layers of the run's config, measured once."""
+    half, kinds = run.sharding.half, layer_kinds(run.config)
+    if half in run.phases:
+        return run.phases[half]
     total = Counter(kinds)
     base = sorted({*map(kinds.index, total)} | ({0, 1} if len(total) == 1 and len(kinds) > 1 else set()))
-    fewest = Counter(kinds[place] for place in base)
     phases = _peaks(run, keep_layers(run.config, base))
     sums = dict(phases)
-    for kind, count in (total - fewest).items():
+    for kind, count in (total - Counter(kinds[place] for place in base)).items():
         place = next(n for n, other in enumerate(kinds) if other == kind and n not in base)
         more = _peaks(run, keep_layers(run.config, sorted([*base, place])))
         for name, peak in phases.items():
             grown = zip(sums[name], more[name], peak, strict=True)
             sums[name] = Bytes(*(now + count * (large - small) for now, large, small in grown))
+    run.phases[half] = sums
     return sums
 
 
 def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     """The peak of each phase for one copy."""
-    numberless, args, model, teacher = WithoutNumbers(), run.args, run.build(config), run.teacher()
+    numberless, args, model, frozen = WithoutNumbers(), run.args, run.build(config), run.frozen.get("teacher")
+    # One layer of the teacher, as one layer's activations are there at a time.
+    teacher = None if frozen is None else meta_model(keep_layers(frozen, [0]), saved_dtype(frozen))
     for parameter in model.parameters() if run.sharding.half else ():
         parameter.data = parameter.data.to(torch.bfloat16)
     models = [model] if teacher is None else [model, teacher]
@@ -89,21 +95,62 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
         for part in models:
             live.add([*part.parameters(), *part.buffers()])
         weights = live.now
-        hooks = _mark_phases(core, live)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16))
+        phases, autocast = dict[str, Bytes](), torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16))
+        if not args.use_vllm if run.samples else getattr(args, "lmbda", 0):
+            with autocast:
+                phases[GENERATION] = Bytes(0, _generation(run, core, scorer))
+        _mark_phases(core, live)
         for _ in range(1 + (args.gradient_accumulation_steps > 1)):  # gradients of an earlier micro-batch are there
             live.peaks.clear()
             live.begin(FORWARD)
             with live:
                 step(run.loss, batch, model, scorer, teacher, lambda: autocast)
-        for hook in hooks:  # with them generation would be another
-            hook.remove()
         _update(run, live)
-        phases = {name: peak._replace(others=peak.others - weights) for name, peak in live.peaks.items() if name}
-        if run.generates:
-            with autocast:
-                phases[GENERATION] = Bytes(0, _generation(run, core, scorer))
-    return phases
+    return {name: peak._replace(others=peak.others - weights) for name, peak in live.peaks.items() if name} | phases
+
+
+def batch_of(run: Run, scorer: ScorerBase) -> Inputs:
+    """Rows as the collator of the method makes them, all completion tokens trained."""
+    shares = shares_prefix(scorer, getattr(run.args, "prefix_sharing", False))
+    batch = _rollouts(run, shares) if run.samples else _rows(run, shares, packed=scorer.packed)
+    if getattr(run.args, "teacher_model_server_url", None):
+        shape = (len(scored_sequences(batch)), run.args.teacher_top_k)
+        batch |= {TEACHER_IDS: torch.zeros(shape, dtype=torch.int64), TEACHER_LOGPS: torch.zeros(shape)}
+    return batch
+
+
+def _rows(run: Run, shares: bool, *, packed: bool) -> Inputs:
+    rows, lengths = run.rows, run.lengths
+    prompt, completion = ([_TOKEN] * length for length in lengths)
+    if run.method == "reward":  # whole sequences that begin alike
+        sides = {f"{side}_input_ids": [*prompt, number, *completion[1:]] for number, side in enumerate(SIDES)}
+        return RewardCollator(prefix_sharing=shares, packed=packed)([sides] * rows)
+    if run.method in ("dpo", "orpo", "cpo"):
+        pair = {"prompt_input_ids": prompt, **{f"{side}_input_ids": completion for side in SIDES}}
+        return {**PairCollator(shares)([pair] * rows), "ref_logps": torch.zeros(2 * rows)}
+    if run.method in ("kto", "bco"):
+        single = {"prompt_input_ids": prompt, "completion_input_ids": completion}
+        labelled = [{**single, "label": number % 2 == 0} for number in range(rows)]
+        return {**UnpairedCollator(shares)(labelled), "ref_logps": torch.zeros(rows)}
+    mask = [int(getattr(run.args, "lmbda", 0.0) < 1)] * lengths.prompt + [1] * lengths.completion
+    row = {"input_ids": prompt + completion, "completion_mask": mask}
+    return DataCollatorForLanguageModeling(pad_token_id=0)([row] * rows)
+
+
+def _rollouts(run: Run, shares: bool) -> Inputs:
+    """Completions of prompts, `num_generations` of each, with all columns that a loss may read."""
+    rows, group, lengths = run.args.device_rows, run.args.num_generations or 1, run.lengths
+    prompts = Ragged.of([[_TOKEN + place // group] * lengths.prompt for place in range(rows)])
+    completions = Ragged.of([[_TOKEN] * lengths.completion] * rows)
+    tokens, numbers = torch.zeros(rows * lengths.completion), torch.ones(rows)
+    per_token = {columns.OLD: tokens, columns.TRAINED: tokens == 0}
+    if getattr(run.args, "beta", 0):
+        per_token[columns.REF] = tokens
+    per_row = dict.fromkeys((columns.ADVANTAGE, columns.REWARD, columns.STOPPED), numbers)
+    per_row |= {columns.SCORES: torch.arange(rows) / rows}
+    per_row |= dict.fromkeys((columns.LENGTH, columns.MEAN_LENGTH), numbers * lengths.completion)
+    experience = Experience(prompts, completions, per_token, per_row)
+    return {**experience.as_batch(prefix_sharing=shares), ROLLOUT: experience}
 
 
 def step(
@@ -131,7 +178,7 @@ def _no_reference(_: object) -> Tensor:
 
 def _update(run: Run, live: LiveBytes) -> None:
     """Measure the second step of the optimiser, without its state; one of bitsandbytes needs numbers: AdamW's."""
-    args = run.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in run.optimizer else run.args
+    args = run.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in run.args.optim.value else run.args
     trained = [weight for weight in live.trained if weight.grad is not None]
     gradients, optimizer = tensor_bytes(trained), make_optimizer(args, trained)
     if optimizer is None:
@@ -143,7 +190,7 @@ def _update(run: Run, live: LiveBytes) -> None:
     state = live.now - before
     with live:
         optimizer.step()
-    live.peaks[UPDATE] = Bytes(gradients, live.peaks[UPDATE].total - gradients - state)
+    live.peaks[UPDATE] = Bytes(gradients, sum(live.peaks[UPDATE]) - gradients - state)
 
 
 @torch.no_grad()
@@ -168,7 +215,7 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
     return cached + rows * (per_row + _LOGITS * 4 * embedded_tokens(core)) + copies
 
 
-def _mark_phases(core: PreTrainedModel, live: LiveBytes) -> list[RemovableHandle]:
+def _mark_phases(core: PreTrainedModel, live: LiveBytes) -> None:
     """Begin the phases of a forward and backward pass where the model's layers do; those between have no name."""
     layers = layers_of(core) or []
     backward = {0: FIRST_LAYER, len(layers) - 1: LAST_LAYER}
@@ -182,4 +229,5 @@ def _mark_phases(core: PreTrainedModel, live: LiveBytes) -> list[RemovableHandle
         if number == len(layers) - 1:
             live.begin(HEAD)
 
-    return [layer.register_forward_hook(partial(after, number)) for number, layer in enumerate(layers)]
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(partial(after, number))

@@ -77,12 +77,13 @@ def plan_of(run: Run) -> Plan:
     """The plan of a run without what fits and without levers."""
     stays, gathered, parts = staying(run), gathered_bytes(run), dict[str, dict[str, float]]()
     share = stays["gradients"] / (run.computed(run.trained) or 1)
+    sums_whole = run.args.gradient_accumulation_steps > 1 and run.sharding.name.startswith("FSDP")
     dense = max((weight.nbytes for weight, size in run.kept.items() if size < weight.nbytes), default=0)
     for name, peak in {**phases_of(run), **({GENERATION: Bytes(0, 0)} if run.vllm else {})}.items():
         is_update, sleeps = name == UPDATE, getattr(run.args, "vllm_enable_sleep_mode", False) and name != GENERATION
         parts[name] = {
             **stays,
-            "gradients": peak.gradients * (1 if run.sums_whole and not is_update else share),
+            "gradients": peak.gradients * (1 if sums_whole and not is_update else share),
             **({"gathered units": gathered[name]} if name in gathered else {}),
             "activations and logits": (run.sharding.share(peak.others, 1) if is_update else peak.others) + dense,
             **({f"vLLM ({run.vllm:.0%} of the GPU)": run.vllm * (run.memory or 0)} if run.vllm and not sleeps else {}),
@@ -105,7 +106,7 @@ def staying(run: Run) -> dict[str, float]:
     parts = {
         "weights": share(weights, 3),
         "gradients": share(gradients, 2),
-        f"optimiser ({run.optimizer}{residuals})": share(state, 1),
+        f"optimiser ({run.args.optim.value}{residuals})": share(state, 1),
     }
     is_off = run.samples and getattr(run.args, "beta", 1.0) == 0
     is_off = is_off or getattr(run.args, "precompute_ref_log_probs", False)
@@ -157,19 +158,13 @@ def memory_of(text: str) -> float:
 
 
 def planned(run: Run, *, levers: bool) -> Plan:
-    """The plan of a run, with the largest micro-batch and the longest row that fit in its memory, and with `levers`."""
-    plan = plan_of(run)
+    """The plan of a run, with the largest micro-batch and row that fit in its memory, each with all else as it is."""
+    plan, context = plan_of(run), getattr(run.config, "max_position_embeddings", None) or 2**20
     if run.memory is not None:
-        plan = with_fits(plan, run)
+        batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, _MOST_ROWS)
+        length = _largest(lambda tokens: run.changed(**of_length(run, tokens)), run.lengths.row, plan, context)
+        plan = replace(plan, largest_batch=batch, largest_length=length)
     return replace(plan, levers=levers_of(plan, run)) if levers else plan
-
-
-def with_fits(plan: Plan, run: Run) -> Plan:
-    """The plan with the largest micro-batch and the longest row that fit, each with all else as it is."""
-    context = getattr(run.config, "max_position_embeddings", None) or 2**20
-    batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, _MOST_ROWS)
-    length = _largest(lambda tokens: run.changed(**of_length(run, tokens)), run.lengths.row, plan, context)
-    return replace(plan, largest_batch=batch, largest_length=length)
 
 
 def of_length(run: Run, tokens: int) -> dict[str, int]:
@@ -220,7 +215,7 @@ def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
     args, model, deepspeed = run.args, run.model_args, run.sharding.is_deepspeed
     lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
     has_lora = find_spec("peft") is not None and not model.load_in_4bit
-    has_bits = find_spec("bitsandbytes") is not None and "bit" not in run.optimizer and not deepspeed
+    has_bits = find_spec("bitsandbytes") is not None and "bit" not in args.optim.value and not deepspeed
     has_reference = getattr(args, "precompute_ref_log_probs", None) is False
     steps = run.rows * args.gradient_accumulation_steps
     fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}

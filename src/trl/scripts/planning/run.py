@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trl.methods.online import OnlineMethod
-from trl.models.packed.small_copy import keep_layers
 from trl.models.parts import causal_core
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
@@ -77,11 +76,6 @@ class Run:
         return REWARD_MODEL if self.method == "reward" else None
 
     @property
-    def optimizer(self) -> str:
-        """The name of the optimiser."""
-        return str(getattr(self.args.optim, "value", self.args.optim))
-
-    @property
     def rows(self) -> int:
         """Rows of a micro-batch."""
         return self.args.per_device_train_batch_size
@@ -100,20 +94,10 @@ class Run:
         return Lengths(prompt, max(1, row - prompt))
 
     @property
-    def generates(self) -> bool:
-        """Whether the policy generates in this process without vLLM."""
-        return not self.args.use_vllm if self.samples else bool(getattr(self.args, "lmbda", 0))
-
-    @property
     def vllm(self) -> float:
         """The share of a device's memory that vLLM takes in the same process."""
         colocated = getattr(self.args, "use_vllm", False) and self.args.vllm_mode == "colocate"
         return self.args.vllm_gpu_memory_utilization if colocated else 0.0
-
-    @property
-    def sums_whole(self) -> bool:
-        """Whether the gradients of several micro-batches are summed before FSDP shares them: accelerate's default."""
-        return self.args.gradient_accumulation_steps > 1 and self.sharding.name.startswith("FSDP")
 
     def changed(self, **settings: object) -> "Run":
         """The run with other settings, of the model or of training, which are not checked."""
@@ -124,11 +108,6 @@ class Run:
             self, args=args, model_args=model_args, phases=self.phases if settings.keys() <= _SAME_MICRO_BATCHES else {}
         )
 
-    def teacher(self) -> nn.Module | None:
-        """A copy of the teacher with one layer, as one layer's activations are there at a time."""
-        config = self.frozen.get("teacher")
-        return None if config is None else meta_model(keep_layers(config, [0]), saved_dtype(config))
-
     def build(self, config: PretrainedConfig) -> nn.Module:
         """The policy, or classifier, with a config, on the meta device."""
         args, adapter = self.args, get_peft_config(self.model_args)
@@ -137,10 +116,8 @@ class Run:
             adapter.task_type = self.classifier.task_type if self.classifier else adapter.task_type
             model = prepare_peft_model(model, adapter, args)
         if self.model_args.load_in_4bit:  # matrices, which are computed with in bfloat16, stay
-            matrices = {id(matrix.weight) for matrix in matrices_of(causal_core(model))}
-            for parameter in causal_core(model).parameters():
-                if id(parameter) not in matrices and parameter.dtype in (torch.bfloat16, torch.float16):
-                    parameter.data = parameter.data.float()
+            for parameter in {*causal_core(model).parameters()}.difference(matrices_of(causal_core(model))):
+                parameter.data = parameter.data.float()
             if args.bf16:
                 peft_module_casting_to_bf16(model)
         if getattr(args, "weights", None) is not None:
@@ -160,7 +137,7 @@ class Run:
         sizes: dict[Tensor, float] = {weight: float(weight.nbytes) for weight in self.model.parameters()}
         scale = 1 + 4 / 256 if self.model_args.use_bnb_nested_quant else 4  # in float32; nested ones in 8 bits
         for matrix in matrices_of(causal_core(self.model)) if self.model_args.load_in_4bit else ():
-            sizes[matrix.weight] = matrix.weight.numel() * (0.5 + scale / _BLOCK)
+            sizes[matrix] = matrix.numel() * (0.5 + scale / _BLOCK)
         return sizes
 
     @property
@@ -203,10 +180,7 @@ def weights_dtype(config: PretrainedConfig, args: Any, model_args: "ModelConfig"
     return torch.promote_types(saved, torch.float32) if trains_all else saved
 
 
-def matrices_of(core: Any) -> list[nn.Linear]:
-    """The linear layers that quantisation shrinks: all of the base but its head."""
-    head = core.get_output_embeddings()
-    return [
-        module for name, module in core.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and "lora_" not in name
-    ]  # fmt: skip
+def matrices_of(core: Any) -> list[Tensor]:
+    """The weights that quantisation shrinks: frozen matrices of linear layers, but not the head's."""
+    head, linear = core.get_output_embeddings(), [x for x in core.modules() if isinstance(x, nn.Linear)]
+    return [x.weight for x in linear if x is not head and not x.weight.requires_grad]
