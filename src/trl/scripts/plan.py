@@ -2,21 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trl.reporting.tables import open_console
 from trl.scripts.plain_parser import PlainParser
+from trl.scripts.planning import METHODS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from trl.scripts.planning.plan import Plan
-    from trl.scripts.planning.run import Run
-
-METHODS = ("sft", "reward", "dpo", "orpo", "cpo", "kto", "bco", "gkd", "distillation", "grpo", "rloo", "online-dpo")
-_UNPLANNED = ("activation_offloading", "load_in_8bit")
-_MODELS = {"ref_model_name_or_path": "reference", "teacher_model_name_or_path": "teacher",
-    "reward_model_name_or_path": "reward model", "reward_model_path": "reward model"}  # fmt: skip
 
 
 def make_parser() -> PlainParser:
@@ -37,6 +32,7 @@ def make_parser() -> PlainParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; returns the exit status: 1 for a run that does not fit in `--memory`, 2 for wrong options."""
     from trl.scripts.planning.plan import planned
+    from trl.scripts.planning.run import run_for
     from trl.scripts.running import CommandError, notes_shown, report, reporting_input_errors
 
     parser = make_parser()
@@ -69,6 +65,7 @@ def plan(
         16679424.0
     """
     from trl.scripts.planning.plan import as_words, planned
+    from trl.scripts.planning.run import run_for
 
     is_named = isinstance(config, (str, Path))
     if is_named:
@@ -77,75 +74,10 @@ def plan(
     return planned(run, levers=levers)
 
 
-def run_for(
-    method: str, words: list[str], gpus: int, memory: str | None = None, config: "PretrainedConfig | None" = None
-) -> "Run":
-    """What is planned, of the words of a command line; `config` is that of its model if that is at hand."""
-    from transformers import training_args
-
-    from trl.cli.launch import make_plan
-    from trl.models.switches import holding
-    from trl.options import training
-    from trl.scripts.config_file import read_config, take_config_option
-    from trl.scripts.planning.plan import memory_of
-    from trl.scripts.planning.run import Run
-    from trl.scripts.planning.state import sharding_of
-    from trl.scripts.training import method_parser
-
-    method = method.replace("_", "-")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}. `trl plan` takes it first.")
-    if gpus < 1:
-        raise ValueError(f"gpus must be at least 1, got {gpus}.")
-    parser = method_parser(method, "trl plan")
-    path, words = take_config_option(words)
-    split = make_plan(parser, words, None if path is None else read_config(path))
-    with holding([training_args, training], "is_torch_bf16_gpu_available", lambda: True):  # on the GPU that is planned
-        script_args, args, model_args, *_ = parser.parse_with(split.script, split.config)
-    options = {**vars(model_args), **vars(script_args), **vars(args)}
-    if refused := [name for name in _UNPLANNED if options.get(name)]:
-        raise ValueError(f"{refused[0]} is not planned, got true. Leave it out.")
-    if config is None and model_args.model_name_or_path is None:
-        raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
-    config = config or _config(str(model_args.model_name_or_path), model_args)
-    frozen = {
-        what: _config(str(options[name]), model_args)
-        for name, what in _MODELS.items()
-        if options.get(name) not in (None, getattr(type(args), name, None))  # RLOO names a model that it does not load
-    }
-    if options.get("teacher_model_server_url"):
-        frozen.pop("teacher", None)
-    sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
-    size = None if memory is None else memory_of(memory)
-    run = Run(method, config.get_text_config(), args, model_args, sharding, frozen, size)
-    if run.vllm and size is None:
-        raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
-    return run
-
-
-def _config(name: str, model_args: Any) -> "PretrainedConfig":
-    from trl.models.loading import load_config
-
-    options = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
-    config = load_config(name, options)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"'{name}' is an encoder-decoder, which is not planned. Give a decoder.")
-    return config
-
-
 def size_of(number: float) -> str:
     """Bytes in a unit that leaves few digits."""
     unit, name = next((pair for pair in ((2**30, "GiB"), (2**20, "MiB")) if number >= pair[0] / 10), (2**10, "KiB"))
     return f"{number / unit:,.1f} {name}"
-
-
-def _largest(plan: "Plan") -> str:
-    """The sentence before the largest numbers that fit, or in place of them."""
-    if plan.largest_batch or plan.largest_length:
-        return "The largest that fit, each with all else as it is:"
-    if plan.state <= (plan.memory or 0):
-        return "No batch size or length fits with all else as it is."
-    return f"No batch size fits: weights, gradients and the optimiser step alone need {size_of(plan.state)}."
 
 
 def print_plan(plan: "Plan") -> None:
@@ -163,10 +95,10 @@ def print_plan(plan: "Plan") -> None:
         console.print(f"{name:<{width}} {size_of(size):>11}{after}", markup=False)
     console.print(f"{'together':<{width}} {size_of(plan.peak):>11}", style="bold")
     if plan.memory is not None:
-        verdict, batch = "fits" if plan.fits else "does not fit", f"rows of a micro-batch{on_each}"
-        console.print(f"\nIt {verdict} in {size_of(plan.memory)}. {_largest(plan)}", style="bold")
-        sizes = {batch: plan.largest_batch, "tokens of a row": plan.largest_length}
-        for name, number in sizes.items() if any(sizes.values()) else ():
+        fits, batch = "fits" if plan.fits else "does not fit", f"rows of a micro-batch{on_each}"
+        heading = f"It {fits} in {size_of(plan.memory)}. The largest that fit, each with all else as it is:"
+        console.print(f"\n{heading}", style="bold")
+        for name, number in ((batch, plan.largest_batch), ("tokens of a row", plan.largest_length)):
             console.print(f"  {name:<{len(batch)}}  {f'{number:,}' if number else 'not even one'}")
     if plan.levers:
         console.print("\nLevers, each alone", style="bold")

@@ -159,21 +159,18 @@ def step(
 ) -> None:  # fmt: skip
     """Forward and backward pass of a method; `teacher`: a model beside the policy."""
     runs: Any = SimpleNamespace(autocast=autocast, num_processes=1)
+    no_reference: Any = None  # the batch has its log-probs
     of_step = Step(True, Processes(runs), statistics=True, is_first=True)
     others: Teacher = ColumnTeacher() if TEACHER_IDS in batch else SelfTeacher(AdapterReference(scorer))
     if teacher is not None:
         others = FrozenTeacher(FrozenModel(teacher, Scorer(teacher)))
-    scoring = Scoring(model, scorer, runs, of_step, _no_reference, others)
+    scoring = Scoring(model, scorer, runs, of_step, no_reference, others)
     scored = method.score(batch, scoring)
     outcome = method.terms(batch, scored, of_step)
     counts = method.count(batch)
     loss = outcome.loss(method.units, counts, counts.clamp(min=1), router_weight=scorer.router_weight)
     del scored, outcome
     loss.backward()
-
-
-def _no_reference(_: object) -> Tensor:
-    raise AssertionError("a batch has the reference's log-probs")
 
 
 def _update(run: Run, live: LiveBytes) -> None:

@@ -1,6 +1,5 @@
 """The plan of a run: bytes of each device at the peak, what fits, and what each lever frees when it alone is pulled."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -63,11 +62,6 @@ class Plan:
         return sum(self.parts.values())
 
     @property
-    def state(self) -> float:
-        """Weights, all gradients and the optimiser's state: what no smaller batch frees."""
-        return self.phases.get(UPDATE, self.peak)
-
-    @property
     def fits(self) -> bool | None:
         """Whether the peak fits in the memory; None without one."""
         return None if self.memory is None else self.peak <= self.memory
@@ -79,19 +73,21 @@ def plan_of(run: Run) -> Plan:
     share = stays["gradients"] / (run.computed(run.trained) or 1)
     sums_whole = run.args.gradient_accumulation_steps > 1 and run.sharding.name.startswith("FSDP")
     dense = max((weight.nbytes for weight, size in run.kept.items() if size < weight.nbytes), default=0)
+    sleeps = getattr(run.args, "vllm_enable_sleep_mode", False)
     for name, peak in {**phases_of(run), **({GENERATION: Bytes(0, 0)} if run.vllm else {})}.items():
-        is_update, sleeps = name == UPDATE, getattr(run.args, "vllm_enable_sleep_mode", False) and name != GENERATION
-        parts[name] = {
-            **stays,
-            "gradients": peak.gradients * (1 if sums_whole and not is_update else share),
-            **({"gathered units": gathered[name]} if name in gathered else {}),
-            "activations and logits": (run.sharding.share(peak.others, 1) if is_update else peak.others) + dense,
-            **({f"vLLM ({run.vllm:.0%} of the GPU)": run.vllm * (run.memory or 0)} if run.vllm and not sleeps else {}),
-        }
+        is_update, sizes = name == UPDATE, {**stays}
+        sizes["gradients"] = peak.gradients * (1 if sums_whole and not is_update else share)
+        if name in gathered:
+            sizes["gathered units"] = gathered[name]
+        sizes["activations and logits"] = dense + (run.sharding.share(peak.others, 1) if is_update else peak.others)
+        if run.vllm and (name == GENERATION or not sleeps):
+            sizes[f"vLLM ({run.vllm:.0%} of the GPU)"] = run.vllm * (run.memory or 0)
+        parts[name] = sizes
     phases = {name: sum(sizes.values()) for name, sizes in parts.items()}
     largest, count = max(phases, key=lambda name: phases[name]), sum(weight.numel() for weight in run.kept)
-    settings = (run.method, count, run.rows, run.lengths, run.sharding)
-    return Plan(*settings, parts[largest], phases, stays["gradients"], run.memory)
+    return Plan(
+        run.method, count, run.rows, run.lengths, run.sharding, parts[largest], phases, stays["gradients"], run.memory
+    )
 
 
 def staying(run: Run) -> dict[str, float]:
@@ -146,15 +142,6 @@ def gathered_bytes(run: Run) -> dict[str, float]:
     if run.sharding.is_deepspeed:
         units = dict.fromkeys(units, whole * min(1.0, _LIVE / sum(weight.numel() for weight in run.kept)))
     return units if run.vllm else {**units, GENERATION: whole}
-
-
-def memory_of(text: str) -> float:
-    """Bytes of a text such as 80GB or 24 GiB. Raises: ValueError for others."""
-    units = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", text.strip().lower())
-    if match is None:
-        raise ValueError(f"memory must be a number with a unit (80GB, 24GiB), got {text!r}. Write the unit too.")
-    return float(match[1]) * (1024 if match[3] else 1000) ** units[match[2]]
 
 
 def planned(run: Run, *, levers: bool) -> Plan:

@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, training_args
 
+from trl.cli.launch import make_plan
 from trl.methods.online import OnlineMethod
+from trl.models.loading import load_config
 from trl.models.parts import causal_core
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
 from trl.models.setup import REWARD_MODEL, ClassifierKind
-from trl.models.switches import disable_dropout_in_model
+from trl.models.switches import disable_dropout_in_model, holding
+from trl.options import training
+from trl.scripts.config_file import read_config, take_config_option
+from trl.scripts.planning import METHODS
 from trl.scripts.planning.live_bytes import Bytes
-from trl.scripts.planning.state import Sharding
-from trl.scripts.training import COMMANDS
+from trl.scripts.planning.state import Sharding, memory_of, sharding_of
+from trl.scripts.training import COMMANDS, method_parser
 
 if TYPE_CHECKING:
     from trl.options.model import ModelConfig
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 _SAME_MICRO_BATCHES = {"optim", "precompute_ref_log_probs"}  # settings that do not change them
 _BLOCK = 64  # weights of one scale in four bits
 _LENGTH = 1024  # of a row without a limit
+_UNPLANNED = ("activation_offloading", "fp16", "load_in_8bit")
+_MODELS = {"ref_model_name_or_path": "reference", "teacher_model_name_or_path": "teacher",
+    "reward_model_name_or_path": "reward model", "reward_model_path": "reward model"}  # fmt: skip
 
 
 class Lengths(NamedTuple):
@@ -150,6 +158,51 @@ class Run:
         return sum(min(self.kept[x], 2.0 * x.numel()) if self.sharding.half else self.kept[x] for x in weights)
 
 
+def run_for(
+    method: str, words: list[str], gpus: int, memory: str | None = None, config: PretrainedConfig | None = None
+) -> Run:
+    """What is planned, of the words of a command line; `config` is that of its model if that is at hand."""
+    method = method.replace("_", "-")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}. `trl plan` takes it first.")
+    if gpus < 1:
+        raise ValueError(f"gpus must be at least 1, got {gpus}.")
+    parser = method_parser(method, "trl plan")
+    path, words = take_config_option(words)
+    split = make_plan(parser, words, None if path is None else read_config(path))
+    has_bf16 = holding(training_args, "is_torch_bf16_gpu_available", lambda: True)  # like the GPU that is planned
+    with has_bf16, holding(training, "default_bf16", lambda *, use_cpu, fp16: not (use_cpu or fp16)):
+        script_args, args, model_args, *_ = parser.parse_with(split.script, split.config)
+    options = {**vars(model_args), **vars(script_args), **vars(args)}
+    if refused := [name for name in _UNPLANNED if options.get(name)]:
+        raise ValueError(f"{refused[0]} is not planned, got true. Leave it out.")
+    if config is None and model_args.model_name_or_path is None:
+        raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
+    config = config or _load_config(model_args.model_name_or_path, model_args)
+    frozen = {
+        what: _load_config(options[name], model_args)
+        for name, what in _MODELS.items()
+        if options.get(name) not in (None, getattr(type(args), name, None))  # RLOO names a model that it does not load
+    }
+    if options.get("teacher_model_server_url"):
+        frozen.pop("teacher", None)
+    sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
+    size = None if memory is None else memory_of(memory)
+    run = Run(method, config.get_text_config(), args, model_args, sharding, frozen, size)
+    if run.vllm and size is None:
+        raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
+    return run
+
+
+def _load_config(name: Any, model_args: "ModelConfig") -> PretrainedConfig:
+    config = load_config(
+        str(name), {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
+    )
+    if config.is_encoder_decoder:
+        raise ValueError(f"'{name}' is an encoder-decoder, which is not planned. Give a decoder.")
+    return config
+
+
 def meta_model(
     config: PretrainedConfig, dtype: torch.dtype, classifier: ClassifierKind | None = None
 ) -> PreTrainedModel:
@@ -174,8 +227,6 @@ def weights_dtype(config: PretrainedConfig, args: Any, model_args: "ModelConfig"
         return torch.bfloat16
     if isinstance(wanted, torch.dtype):
         return wanted
-    if getattr(args, "weights", None) is not None and not model_args.use_peft:
-        return torch.bfloat16
     trains_all = not model_args.use_peft and model_args.dtype is None
     return torch.promote_types(saved, torch.float32) if trains_all else saved
 
