@@ -1,5 +1,6 @@
 """`trl plan`: planned bytes against those of a real step, what devices share, what fits, levers, wrong options."""
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -259,6 +260,13 @@ def test_a_teacher_is_the_base_of_an_adapter_or_a_server(run):
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma3_text"])
 def test_architectures_of_today_are_planned(architecture):
     assert trl.plan(config_of(architecture), max_length=16, per_device_train_batch_size=1).peak > 0
+
+
+def test_a_config_is_left_as_it_is():
+    config = copy.deepcopy(SMALL)
+    run = run_for("sft", ["--max_length", "16", "--weights", "bf16+residual"], 1, config=config)
+    assert {weight.dtype for weight in run.kept} == {torch.bfloat16}
+    assert config.to_dict() == SMALL.to_dict()
 
 
 @pytest.fixture

@@ -207,10 +207,9 @@ def meta_model(
     config: PretrainedConfig, dtype: torch.dtype, classifier: ClassifierKind | None = None
 ) -> PreTrainedModel:
     """A model with this config on the meta device."""
-    kind: Any = AutoModelForCausalLM
+    kind, config = AutoModelForCausalLM, copy.deepcopy(config)  # into which the dtype is written
     if classifier is not None:
-        kind, config = classifier.auto, copy.deepcopy(config)
-        config.num_labels = classifier.labels
+        kind, config.num_labels = classifier.auto, classifier.labels
     with torch.device("meta"):
         return kind.from_config(config, dtype=dtype)
 
