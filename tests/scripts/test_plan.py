@@ -238,7 +238,7 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
     is_short = method in ("grpo", "rloo", "distillation", "online-dpo")
     limits = ["--max_completion_length", "16", "--max_prompt_length", "16"] if is_short else ["--max_length", "32"]
     groups = ["--num_generations", "4"] if method in ("grpo", "rloo") else []
-    rows = ["--per_device_train_batch_size", "4", "--use_cpu", "true"]
+    rows = ["--per_device_train_batch_size", "4", "--use_cpu", "true", "--use_peft", "true"]
     run = run_for(method, [*limits, *groups, *rows], 1, config=SMALL)
     assert run.samples == is_short
     model = with_numbers(SMALL, torch.float32, run.classifier)
@@ -302,6 +302,7 @@ def test_the_command_reads_a_file_and_a_folder_without_weights(alone, folder, tm
         ("--memory 80", "memory must be a number with a unit (80GB, 24GiB), got '80'. Write the unit too."),
         ("--gpus 0", "gpus must be at least 1, got 0."),
         ("--activation_offloading true", "activation_offloading is not planned, got true. Leave it out."),
+        ("--load_in_4bit true", "load_in_4bit needs an adapter"),
         ("--load_in_8bit true", "load_in_8bit is not planned, got true. Leave it out."),
         ("--accelerate_config fsdp3", "accelerate_config must be a profile"),
         ("--max_lenght 3", "Unknown option --max_lenght. Did you mean --max_length?"),
@@ -312,6 +313,23 @@ def test_wrong_options_are_one_line(line, message, folder, capsys):
     assert main(["sft", "--model_name_or_path", str(folder), *line.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("trl plan: error: ") and error.count("\n") == 1
+
+
+def test_options_in_python_are_those_of_a_file(folder, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: {folder}\nmax_length: 512\n")
+    rows = {"per_device_train_batch_size": 1, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert trl.plan(file, max_length=16, **rows).lengths.row == 16
+    assert trl.plan(SMALL, max_length=None, **rows).lengths.row == SMALL.max_position_embeddings
+    for settings in ({"optim": "nonsense"}, {"max_length": "long"}, {"max_lenght": 3}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            trl.plan(SMALL, **settings)
+
+
+@pytest.mark.parametrize("method", ["gkd", "distillation"])
+def test_a_missing_teacher_is_said(method):
+    with pytest.raises(ValueError, match="teacher_model_name_or_path is missing"):
+        run_for(method, [], 1, config=SMALL)
 
 
 def test_a_missing_model_is_said(capsys):

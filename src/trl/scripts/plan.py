@@ -64,14 +64,15 @@ def plan(
         >>> trl.plan(small, max_length=128, use_cpu=True).parts["weights"]  # doctest: +SKIP
         16679424.0
     """
-    from trl.scripts.planning.plan import as_words, planned
+    from trl.scripts.planning.plan import planned
     from trl.scripts.planning.run import run_for
 
-    is_named = isinstance(config, (str, Path))
-    if is_named:
-        options["config" if str(config).endswith((".yaml", ".yml")) else "model_name_or_path"] = config
-    run = run_for(method, as_words(options), gpus, memory, None if is_named else config)
-    return planned(run, levers=levers)
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    if not isinstance(config, (str, Path)):
+        return planned(run_for(method, [], gpus, memory, config, settings), levers=levers)
+    is_file = str(config).endswith((".yaml", ".yml"))
+    words = ["--config" if is_file else "--model_name_or_path", str(config)]
+    return planned(run_for(method, words, gpus, memory, settings=settings), levers=levers)
 
 
 def size_of(number: float) -> str:

@@ -20,7 +20,7 @@ from trl.models.residuals import to_bfloat16
 from trl.models.setup import REWARD_MODEL, ClassifierKind
 from trl.models.switches import disable_dropout_in_model, holding
 from trl.options import training
-from trl.scripts.config_file import read_config, take_config_option
+from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 from trl.scripts.planning import METHODS
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.state import Sharding, memory_of, sharding_of
@@ -159,9 +159,13 @@ class Run:
 
 
 def run_for(
-    method: str, words: list[str], gpus: int, memory: str | None = None, config: PretrainedConfig | None = None
-) -> Run:
-    """What is planned, of the words of a command line; `config` is that of its model if that is at hand."""
+    method: str, words: list[str], gpus: int, memory: str | None = None, config: PretrainedConfig | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> Run:  # fmt: skip
+    """What is planned, of the words of a command line; `config` is that of its model if that is at hand.
+
+    `settings` replace those of the file that the words name.
+    """
     method = method.replace("_", "-")
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}. `trl plan` takes it first.")
@@ -169,7 +173,8 @@ def run_for(
         raise ValueError(f"gpus must be at least 1, got {gpus}.")
     parser = method_parser(method, "trl plan")
     path, words = take_config_option(words)
-    split = make_plan(parser, words, None if path is None else read_config(path))
+    file = ConfigFile("options", {}, {}, {}) if path is None else read_config(path)
+    split = make_plan(parser, words, replace(file, values={**file.values, **(settings or {})}))
     has_bf16 = holding(training_args, "is_torch_bf16_gpu_available", lambda: True)  # like the GPU that is planned
     with has_bf16, holding(training, "default_bf16", lambda *, use_cpu, fp16: not (use_cpu or fp16)):
         script_args, args, model_args, *_ = parser.parse_with(split.script, split.config)
@@ -186,6 +191,12 @@ def run_for(
     }
     if options.get("teacher_model_server_url"):
         frozen.pop("teacher", None)
+    elif method in ("gkd", "distillation") and not ("teacher" in frozen or model_args.use_peft):
+        raise ValueError(
+            "teacher_model_name_or_path is missing. Give a teacher, or set use_peft: its base teaches then."
+        )
+    if model_args.load_in_4bit and not model_args.use_peft:
+        raise ValueError("load_in_4bit needs an adapter, as quantised weights are not trained. Set use_peft.")
     sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
     size = None if memory is None else memory_of(memory)
     run = Run(method, config.get_text_config(), args, model_args, sharding, frozen, size)
