@@ -386,6 +386,12 @@ def test_blank_models_take_no_memory():
         assert sum(x.untyped_storage().nbytes() for x in other.parameters()) < 1e4
 
 
+def test_copies_of_blank_models_have_added_tokens():
+    model = blank_model(AutoModelForCausalLM, LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=400))
+    model.resize_token_embeddings(403, mean_resizing=False)
+    assert len(copy.deepcopy(model).get_input_embeddings().weight) == 403
+
+
 def test_rows_may_lack_images():
     digests = [take_digest({"images": images}) for images in ([tiny_image(0)], [], None)]
     assert digests[0] not in digests[1:] and digests[1] == digests[2] == take_digest({"text": "Look up."})

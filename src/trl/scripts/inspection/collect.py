@@ -136,15 +136,9 @@ def blank_model(kind: type, config: PretrainedConfig, **remote: bool) -> PreTrai
     from_config = getattr(kind, "from_config", None)  # of an AutoModel
     with torch.device("meta"):
         model = kind(config) if from_config is None else from_config(config, **remote)
-    model = model.float()._apply(blank)
-    for parameter in model.parameters():
-        parameter.__deepcopy__ = lambda _, x=parameter: torch.nn.Parameter(blank(x), x.requires_grad)
+    model.float()._apply(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+    model.__deepcopy__ = lambda memo: blank_model(type(model), model.config)
     return model
-
-
-def blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape of a tensor, in the memory of one."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def figures_of(trainer: Trainer, rows: int, lengths: np.ndarray, context: int | None) -> dict[str, str]:
