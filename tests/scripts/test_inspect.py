@@ -205,6 +205,9 @@ def test_the_first_rows_alone_are_read(run):
     (("--html", "/no/such/folder/page.html"), "Make the folder"),
     (("--eval_strategy", "steps", "--eval_steps", "5"), "dataset_test_split"),
     (("--max_lenght", "8"), "max_length"),
+    (("--answers", "answr"), "--answers must be one of the columns prompt, completion, got 'answr'."),
+    (("--answers", "completion"), "--answers needs the --reward_funcs"),
+    (("--model", "no/such-model"), "The config 'no/such-model' is not at"),
 ])  # fmt: skip
 def test_bad_options_are_one_message(line, message, run, capsys):
     try:

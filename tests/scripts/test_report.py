@@ -162,7 +162,7 @@ def test_what_cannot_be_shown_is_named(options, words, tmp_path, capsys):
 def test_a_page_that_cannot_be_written_is_named(tmp_path, capsys):
     run, page = make_run(tmp_path / "run"), tmp_path / "missing" / "page.html"
     assert report.main([str(run), "--html", str(page)]) == 2
-    assert str(page) in capsys.readouterr().err
+    assert f"--html {page} is in a folder that does not exist. Make the folder." in capsys.readouterr().err
 
 
 DRIVE = """

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.watch is not None and options.watch <= 0:
             raise ValueError(f"--watch must be > 0, got {options.watch:g}.")
+        if not page.resolve().parent.is_dir() and options.html is not None:
+            raise ValueError(f"--html {page} is in a folder that does not exist. Make the folder.")
         while not write_page(options.runs, page, refresh=options.watch) and options.watch is not None:
             time.sleep(options.watch)
     except (ValueError, OSError) as error:

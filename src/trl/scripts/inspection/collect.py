@@ -12,14 +12,14 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.data.formats import image_column
 from trl.data.pipeline import PreparationReport
 from trl.data.prompts import stored_rows
 from trl.data.ragged import list_lengths
 from trl.data.rendering import text_tokenizer
-from trl.models.loading import architecture_of, load_processing_class
+from trl.models.loading import architecture_of, load_config, load_processing_class
 from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER
 from trl.models.switches import holding
 from trl.scripts.inspection import faults
@@ -61,6 +61,10 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
     script_args, args, _, _ = inputs
     sets = {name: first_rows(rows, options.rows) for name, rows in load_rows(inputs).items()}
     train, method, functions = sets["train"], options.method, getattr(script_args, "reward_funcs", None)
+    if options.answers not in (None, *(columns := train.column_names)):
+        raise ValueError(f"--answers must be one of the columns {', '.join(columns)}, got {options.answers!r}.")
+    if options.answers and not functions:
+        raise ValueError("--answers needs the --reward_funcs that are tried on them (grpo, rloo and other methods).")
     text_field = getattr(args, "dataset_text_field", "text")
     with TemporaryDirectory() as args.output_dir, holding(logging.lastResort, "level", logging.ERROR):
         trainer, context = stand_in_trainer(method, sets, inputs)
@@ -70,11 +74,10 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
     figures = figures_of(trainer, len(train), lengths, context)
     figures |= dict(report.summary().split(": ", 1) for report in reports.values())
     rewards = dict[str, np.ndarray]()
-    if functions and options.answers in train.column_names:
+    if options.answers:
         rewards = scored(functions, train.select(range(min(len(train), SCORED_ROWS))), options.answers)
     elif functions:
-        columns = ", ".join(train.column_names)
-        figures["rewards"] = f"not tried: name the column with answers, --answers COLUMN, one of {columns}"
+        figures["rewards"] = f"not tried: name the column with answers, --answers COLUMN, one of {', '.join(columns)}"
     for name, values in rewards.items():
         if values.size:
             figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
@@ -117,7 +120,7 @@ def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: tuple) -> tu
     script_args, args, model_args, _ = inputs
     path, remote = str(model_args.model_name_or_path), {"trust_remote_code": model_args.trust_remote_code}
     source = {"revision": model_args.model_revision, **remote}
-    config, kind = AutoConfig.from_pretrained(path, **source), architecture_of(path, source)
+    config, kind = load_config(path, source), architecture_of(path, source)
     if method in CLASSIFIERS:
         kind, config.num_labels = CLASSIFIERS[method].auto, CLASSIFIERS[method].labels
     vars(args).update(LEFT_OUT)
