@@ -19,8 +19,8 @@ from trl.collators.images import DataCollatorForVisionLanguageModeling, DataColl
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, blank_model, first_rows
 from trl.scripts.inspection.page import histogram
-from trl.scripts.inspection.texts import Texts, near_rows, row_parts, shingles, take_digest
-from trl.scripts.inspection.tokens import piece_roles
+from trl.scripts.inspection.texts import Part, Texts, near_rows, row_parts, shingles, take_digest
+from trl.scripts.inspection.tokens import piece_roles, texts_of
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 CLEAN = {
@@ -393,6 +393,16 @@ def test_copies_of_blank_models_have_added_tokens():
     model = blank_model(AutoModelForCausalLM, LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=400))
     model.resize_token_embeddings(403, mean_resizing=False)
     assert len(copy.deepcopy(model).get_input_embeddings().weight) == 403
+
+
+def test_characters_of_several_tokens_belong_to_their_text():
+    text, tokenizer = "Is it 😀😀 or ✓ \ufffd не?", tiny_tokenizer()
+    ids = tokenizer(f"<|im_start|>user\n{text}<|im_end|>")["input_ids"]
+    pieces = texts_of(ids, tokenizer)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    roles = piece_roles(pieces, [Part("messages", "user", text, False)])
+    assert (pieces[:5], roles[:4], roles[-1]) == (["<|im_start|>", "u", "ser", "\n", "I"], [None] * 4, None)
+    assert set(roles[4:-1]) == {"user"}
 
 
 def test_rows_may_lack_images():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from trl.scripts.inspection.texts import Part, row_parts
 from trl.scripts.messages import Shown, Trainer, sequences
 from trl.trainer.images import ImageSets
 
+MOST_BYTES = 4  # of a character, each of which may be a token
 UNLIMITED = dict.fromkeys(("max_length", "max_prompt_length", "max_completion_length"))
 
 
@@ -117,12 +118,23 @@ def shown_tokens(
         if len(ids) < len(whole) and whole[before : before + len(ids)] == ids:
             after = len(whole) - len(ids) - before
             ids, states = whole, [*["cut"] * before, *states, *["cut"] * after]
-    pieces, special = [str(tokenizer.decode([token])) for token in ids], set(tokenizer.all_special_ids)
+    pieces, special = texts_of(ids, tokenizer), set(tokenizer.all_special_ids)
     roles = piece_roles(pieces, parts) if parts else ["text"] * len(ids)
     return [
         Token(token, piece, state, None if token in special else role)
         for token, piece, state, role in zip(ids, pieces, states, roles, strict=True)
     ]
+
+
+def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each token; a character of several tokens is that of the last one, the others are empty."""
+    texts, start = list[str](), 0
+    for end in range(1, len(ids) + 1):
+        text = str(tokenizer.decode(ids[start:end]))
+        is_whole = not text.endswith("\ufffd") or end - start == MOST_BYTES or end == len(ids)
+        texts.append(text if is_whole else "")
+        start = end if is_whole else start
+    return texts
 
 
 def piece_roles(pieces: Sequence[str], parts: Sequence[Part]) -> list[str | None]:
@@ -135,5 +147,5 @@ def piece_roles(pieces: Sequence[str], parts: Sequence[Part]) -> list[str | None
         if place >= 0:
             start = place + len(content)
             roles[place:start] = [part.role] * len(content)
-    ends = accumulate(map(len, pieces))
-    return [next(filter(None, roles[end - len(piece) : end]), None) for piece, end in zip(pieces, ends, strict=True)]
+    ends = list(accumulate(map(len, pieces), initial=0))
+    return [next(filter(None, roles[first : max(end, first + 1)]), None) for first, end in pairwise(ends)]
