@@ -74,7 +74,7 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
     figures = figures_of(trainer, len(train), lengths, context)
     figures |= dict(report.summary().split(": ", 1) for report in reports.values())
     rewards = dict[str, np.ndarray]()
-    if options.answers:
+    if options.answers and functions:
         rewards = scored(functions, train.select(range(min(len(train), SCORED_ROWS))), options.answers)
     elif functions:
         figures["rewards"] = f"not tried: name the column with answers, --answers COLUMN, one of {', '.join(columns)}"

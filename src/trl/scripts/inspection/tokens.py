@@ -126,7 +126,7 @@ def shown_tokens(
     ]
 
 
-def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The text of each token; a character of several tokens is that of the last one, the others are empty."""
     texts, start = list[str](), 0
     for end in range(1, len(ids) + 1):
