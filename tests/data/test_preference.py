@@ -11,6 +11,8 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from trl.data.pipeline import prepare_dataset
 from trl.data.preference import PreferencePreparation, RewardPreparation, tokenize_preference_row
 from trl.data.preference_rows import PairLengths, Side
+from trl.data.prepared_sets import sequence_lengths
+from trl.data.unpaired import UnpairedPreparation
 
 BEGIN, EOS = 1, 2
 SKY = {"prompt": "The sky is", "chosen": " blue", "rejected": " brown"}
@@ -402,3 +404,27 @@ def test_the_published_row_function() -> None:
     assert cut == dict(zip(TOKENS, (THE_SKY_IS[1:], BLUE, BROWN[:2]), strict=True))
     with pytest.raises(ValueError, match="the tokenizer has no eos token"):
         tokenize_preference_row(SKY, tiny_tokenizer(eos_token=None))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PreferencePreparation(max_length=12),
+        PreferencePreparation(),
+        UnpairedPreparation(max_length=24, max_prompt_length=4, mismatch_group=2),
+        UnpairedPreparation(max_length=24, max_prompt_length=4),
+    ],
+)
+def test_the_longest_sequence_has_the_prompt_that_it_is_cut_to(settings):
+    pair = {"chosen": " A: 7", "rejected": " A: Seven apples and 12 pears are left, and the sky is blue."}
+    rows = [{"prompt": "Q: What colour is the sky?", **pair}, {"prompt": "Q: And then?", **pair}]
+    prepared, _ = prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(), settings)
+    others = settings.other_prompts
+    assert (others in prepared.column_names) == (settings.max_length is not None and others is not None)
+    expected = []
+    for row in prepared:
+        prompts = [row["prompt_input_ids"]] * len(settings.sequences)
+        prompts[-1] = row.get(others) or prompts[0]
+        expected.append(max(len(p) + len(row[c]) for p, (_, c) in zip(prompts, settings.sequences, strict=True)))
+    assert sequence_lengths(prepared, settings).tolist() == expected
+    assert max(expected) <= (settings.max_length or 100)

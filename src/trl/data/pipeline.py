@@ -75,6 +75,8 @@ class Preparation(ABC):
     """The columns of the rows, in words."""
     sequences: ClassVar[tuple[tuple[str, ...], ...]] = (("input_ids",),)
     """Columns that make up one sequence, for each sequence of a prepared row."""
+    other_prompts: ClassVar[str | None] = None
+    """The column of prompts of the last sequence, where they are not those of the first."""
 
     @property
     def prepared_columns(self) -> tuple[str, ...]:

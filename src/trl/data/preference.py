@@ -257,7 +257,7 @@ class PreferencePreparation(RewardPreparation, PairLengths):
 
     sequences = tuple((PAIR_COLUMNS[0], completion) for completion in PAIR_COLUMNS[1:])
     tokenizer = PairTokenizer
-    other_prompts: ClassVar[str] = OWN_PROMPT
+    other_prompts = OWN_PROMPT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -266,7 +266,7 @@ class PreferencePreparation(RewardPreparation, PairLengths):
 
     def finished(self, rows: StoredOrStream, kind: Any, report: PreparationReport) -> StoredOrStream:
         """Stored rows without the column of other prompts if none has one."""
-        column = self.other_prompts
+        column = str(self.other_prompts)
         if isinstance(rows, Dataset) and rows.data.column(column).null_count == len(rows.data):
             return rows.remove_columns(column)
         return rows

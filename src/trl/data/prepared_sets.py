@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ class PreparedSets(DataSets):
         self.reports[name] = report
         if isinstance(prepared, Dataset):
             logger.info(report.summary())
-            self.check_lengths(sequence_lengths(prepared, settings.sequences), dataset_name=name)
+            self.check_lengths(sequence_lengths(prepared, settings), dataset_name=name)
         return prepared
 
     def row_tokens(self, dataset: object) -> list[int] | None:
@@ -115,11 +115,15 @@ class PreparedSets(DataSets):
         return list_lengths(dataset, *names).tolist()
 
 
-def sequence_lengths(dataset: Dataset, sequences: Sequence[Sequence[str]] = (("input_ids",),)) -> np.ndarray:
-    """Tokens of the longest sequence of each prepared row, or of each document of packed ones."""
+def sequence_lengths(dataset: Dataset, settings: object = Preparation) -> np.ndarray:
+    """Tokens of the longest sequence of each row that `settings` prepared, or of each document of packed ones."""
     if "seq_lengths" in dataset.column_names:
         flat: Callable[..., Any] = pc.list_flatten  # type: ignore[attr-defined]
         return np.concatenate([flat(block).to_numpy() for block in column_blocks(dataset, "seq_lengths")])
+    sequences = getattr(settings, "sequences", Preparation.sequences)
     present = [names for names in sequences if set(names) <= set(dataset.column_names)]
     lengths = [list_lengths(dataset, *names) for names in present]
+    if (others := getattr(settings, "other_prompts", None)) in dataset.column_names:
+        longer = list_lengths(dataset, others) - list_lengths(dataset, sequences[-1][0])  # NaN for the same prompt
+        lengths[-1] += np.nan_to_num(longer).astype(np.int64)
     return np.max(lengths, axis=0) if lengths else np.zeros(0, np.int64)

@@ -57,7 +57,6 @@ class UnpairedPreparation(PreferencePreparation):
     """
 
     takes = "'prompt', 'completion' and 'label'"
-    other_prompts = KL_COLUMNS[1]
     truncation_order: TruncationOrder = "prompt_first"
     mismatch_group: int | None = None
     label_weights: tuple[float, float] | None = None
@@ -67,6 +66,10 @@ class UnpairedPreparation(PreferencePreparation):
     def sequences(self) -> tuple[tuple[str, ...], ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         completions = TOKEN_COLUMNS[1:] if self.mismatch_group is None else (TOKEN_COLUMNS[1], KL_COLUMNS[0])
         return tuple((TOKEN_COLUMNS[0], completion) for completion in completions)
+
+    @property
+    def other_prompts(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.mismatch_group is None else KL_COLUMNS[1]
 
     @property
     def prepared_columns(self) -> tuple[str, ...]:

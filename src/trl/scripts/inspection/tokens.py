@@ -90,8 +90,7 @@ def lengths_and_reports(
     if isinstance(prepared, ImageSets):
         read = {name: read_images(trainer, rows, name) for name, rows in sets.items()}
         return read["train"][0], {name: report for name, (_, report) in read.items()}
-    names = getattr(prepared.settings, "sequences", (("input_ids",),))
-    return sequence_lengths(trainer.train_dataset, names), getattr(prepared, "reports", {})
+    return sequence_lengths(trainer.train_dataset, prepared.settings), getattr(prepared, "reports", {})
 
 
 def read_images(trainer: Trainer, rows: Dataset, name: str) -> tuple[np.ndarray, PreparationReport]:

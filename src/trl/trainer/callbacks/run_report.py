@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl.data.prepared_sets import PreparedSets, sequence_lengths
+from trl.data.prepared_sets import sequence_lengths
 from trl.options.shared import changed_settings
 from trl.reporting.run_events import RunEvents
 from trl.reporting.run_lines import peak_memory
@@ -121,8 +121,8 @@ def data_facts(trainer: Any) -> dict[str, object]:
     facts: dict[str, object] = {"rows": len(rows) if hasattr(rows, "__len__") else None}
     facts["summaries"] = [report.summary() for report in getattr(sets, "reports", {}).values()]
     if isinstance(rows, Dataset):
-        names = sets.settings.sequences if isinstance(sets, PreparedSets) else (("input_ids",),)
-        lengths = sequence_lengths(rows.select(range(min(len(rows), MEASURED_ROWS))), names)
+        settings = getattr(sets, "settings", None)
+        lengths = sequence_lengths(rows.select(range(min(len(rows), MEASURED_ROWS))), settings)
         if lengths.size:
             counts, edges = np.histogram(lengths, bins=LENGTH_BINS)
             facts["lengths"] = {"counts": counts.tolist(), "edges": edges.round(1).tolist()}
