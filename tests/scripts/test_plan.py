@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2_5_VLConfig, T5Config
 
 import trl
 from tests.architectures import config_of
@@ -330,6 +330,12 @@ def test_options_in_python_are_those_of_a_file(folder, tmp_path):
 def test_a_missing_teacher_is_said(method):
     with pytest.raises(ValueError, match="teacher_model_name_or_path is missing"):
         run_for(method, [], 1, config=SMALL)
+
+
+@pytest.mark.parametrize("config", [Qwen2_5_VLConfig(), T5Config()])
+def test_a_config_without_a_causal_model_is_said(config):
+    with pytest.raises(ValueError, match=r"^\w+Config is of no causal model of transformers, and not planned"):
+        trl.plan(config)
 
 
 def test_a_missing_model_is_said(capsys):

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, training_args
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    training_args,
+)
 
 from trl.cli.launch import make_plan
 from trl.methods.online import OnlineMethod
@@ -184,6 +190,8 @@ def run_for(
     if config is None and model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     config = config or _load_config(model_args.model_name_or_path, model_args)
+    if (kind := type(config.get_text_config())) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{kind.__name__} is of no causal model of transformers, and not planned. Give a text model.")
     frozen = {
         what: _load_config(options[name], model_args)
         for name, what in _MODELS.items()
