@@ -16,8 +16,10 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.image_prompt_runs import make as image_prompts
 from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
+from trl.data.pipeline import PreparationReport
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, blank_model, first_rows
+from trl.scripts.inspection.faults import report_faults
 from trl.scripts.inspection.page import histogram
 from trl.scripts.inspection.texts import Part, Texts, near_rows, row_parts, shingles, take_digest
 from trl.scripts.inspection.tokens import piece_roles, texts_of
@@ -403,6 +405,12 @@ def test_characters_of_several_tokens_belong_to_their_text():
     roles = piece_roles(pieces, [Part("messages", "user", text, False)])
     assert (pieces[:5], roles[:4], roles[-1]) == (["<|im_start|>", "u", "ser", "\n", "I"], [None] * 4, None)
     assert set(roles[4:-1]) == {"user"}
+
+
+def test_a_row_with_two_faulty_sequences_is_named_once():
+    report = PreparationReport("train", 3, untrained_rows=3, first={"untrained_rows": [0, 0, 1]})
+    (fault,) = report_faults(report)
+    assert (fault.count, fault.rows) == (3, [0, 1])
 
 
 def test_rows_may_lack_images():

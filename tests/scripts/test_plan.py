@@ -300,6 +300,7 @@ def test_the_command_reads_a_file_and_a_folder_without_weights(alone, folder, tm
     ("line", "message"),
     [
         ("--memory 80", "memory must be a number with a unit (80GB, 24GiB), got '80'. Write the unit too."),
+        ("--memory 0GB", "memory must be a number with a unit (80GB, 24GiB), got '0GB'. Write the unit too."),
         ("--gpus 0", "gpus must be at least 1, got 0."),
         ("--activation_offloading true", "activation_offloading is not planned, got true. Leave it out."),
         ("--load_in_4bit true", "load_in_4bit needs an adapter"),
@@ -321,7 +322,7 @@ def test_options_in_python_are_those_of_a_file(folder, tmp_path):
     rows = {"per_device_train_batch_size": 1, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     assert trl.plan(file, max_length=16, **rows).lengths.row == 16
     assert trl.plan(SMALL, max_length=None, **rows).lengths.row == SMALL.max_position_embeddings
-    for settings in ({"optim": "nonsense"}, {"max_length": "long"}, {"max_lenght": 3}):
+    for settings in ({"optim": "nonsense"}, {"max_length": "long"}, {"max_lenght": 3}, {"memory": 80}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             trl.plan(SMALL, **settings)
 

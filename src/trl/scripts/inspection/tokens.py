@@ -16,7 +16,6 @@ from trl.scripts.inspection.texts import Part, row_parts
 from trl.scripts.messages import Shown, Trainer, sequences
 from trl.trainer.images import ImageSets
 
-MOST_BYTES = 4  # of a character, each of which may be a token
 UNLIMITED = dict.fromkeys(("max_length", "max_prompt_length", "max_completion_length"))
 
 
@@ -130,7 +129,7 @@ def texts_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     texts, start = list[str](), 0
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[start:end]))
-        is_whole = not text.endswith("\ufffd") or end - start == MOST_BYTES or end == len(ids)
+        is_whole = not text.endswith("\ufffd") or end - start == 4 or end == len(ids)  # bytes at most
         texts.append(text if is_whole else "")
         start = end if is_whole else start
     return texts

@@ -92,7 +92,7 @@ def sharding_of(profile: str | None, devices: int, *, half: bool) -> Sharding:
 def memory_of(text: str) -> float:
     """Bytes of a text such as 80GB or 24 GiB. Raises: ValueError for others."""
     units = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", text.strip().lower())
-    if match is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", str(text).strip().lower())
+    if match is None or not float(match[1]):
         raise ValueError(f"memory must be a number with a unit (80GB, 24GiB), got {text!r}. Write the unit too.")
     return float(match[1]) * (1024 if match[3] else 1000) ** units[match[2]]

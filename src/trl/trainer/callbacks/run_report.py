@@ -124,6 +124,6 @@ def data_facts(trainer: Any) -> dict[str, object]:
         settings = getattr(sets, "settings", None)
         lengths = sequence_lengths(rows.select(range(min(len(rows), MEASURED_ROWS))), settings)
         if lengths.size:
-            counts, edges = np.histogram(lengths, bins=LENGTH_BINS)
+            counts, edges = np.histogram(lengths, bins=min(LENGTH_BINS, int(np.ptp(lengths)) + 1))
             facts["lengths"] = {"counts": counts.tolist(), "edges": edges.round(1).tolist()}
     return facts
