@@ -198,10 +198,10 @@ def _over_segments(
     lengths = [part.length for part in plan.parts]
     queries, keys, values = (states.split(lengths, dim=2) for states in (query, key, value))
     outputs: list[Any] = [None] * len(lengths)
-    for call in [[number] for number in range(len(lengths))] if held else plan.calls:
+    for call in [[number] for number in range(len(lengths))] if longest else plan.calls:
         length, prompt, _ = plan.parts[call[0]]
         q, k, v = (_joined([states[number] for number in call]) for states in (queries, keys, values))
-        if held and (earlier := held[call[0]]) is not None:
+        if longest and (earlier := held[call[0]]) is not None:
             k, v = (
                 torch.cat([repeat_kv(states[None], repeats), newer], dim=2)
                 for states, newer in zip(earlier, (k, v), strict=True)
