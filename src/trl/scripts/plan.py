@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl.options.spelling import did_you_mean
 from trl.reporting.tables import open_console
-from trl.scripts.plain_parser import PlainParser
+from trl.scripts.plain_parser import PlainParser, unknown_arguments
 from trl.scripts.planning import METHODS
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = make_parser()
     options, words = parser.parse_known_args(argv)
+    if options.method not in METHODS:  # perhaps the value of a misspelt option
+        names = [action.dest for action in parser._actions]
+        if misspelt := [word for word in words if did_you_mean(word, names)]:
+            parser.error("\n".join(unknown_arguments(misspelt, names)))
     try:
         with reporting_input_errors():
             run = run_for(options.method, words, options.gpus, options.memory)
