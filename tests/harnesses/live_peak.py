@@ -19,6 +19,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 import trl
 from trl import ModelConfig
+from trl.experimental.ppo import PPOConfig, PPOTrainer
 from trl.models.peft import get_peft_config
 from trl.scripts.planning.live_bytes import LiveBytes
 from trl.scripts.planning.plan import plan_of
@@ -28,7 +29,7 @@ from trl.scripts.training import COMMANDS
 from trl.trainer.grpo_config import RolloutTraining
 
 WORDS = ("apples", "the", "of", "and")  # a token each
-METHODS = ("sft", "dpo", "grpo", "rloo", "reward", "gkd", "distillation", "online-dpo")
+METHODS = ("sft", "dpo", "grpo", "rloo", "reward", "gkd", "distillation", "online-dpo", "ppo")
 
 
 def llama(vocabulary: int, width: int, layers: int, **fields: Any) -> LlamaConfig:
@@ -69,7 +70,7 @@ def run_of(method: str, shape: Shape, folder: str) -> Run:
     fixed = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     fixed |= {"learning_rate": 1e-4, **shape.args}
     frozen = {}
-    kind = getattr(trl, f"{COMMANDS[method].prefix}Config")
+    kind = PPOConfig if method == "ppo" else getattr(trl, f"{COMMANDS[method].prefix}Config")
     samples = issubclass(kind, RolloutTraining)
     if "teacher_top_k" in kind.__dataclass_fields__:
         frozen = {"teacher": llama(shape.config.vocab_size, 128, 4)}
@@ -77,6 +78,9 @@ def run_of(method: str, shape: Shape, folder: str) -> Run:
     fixed |= halves if samples else {"max_length": shape.length}
     if method in ("grpo", "rloo"):
         fixed |= {"num_generations": rows, "beta": 0.04 if shape.model or rows == 4 else 0.0}
+    if method == "ppo":
+        del fixed["max_length"]
+        fixed |= {"response_length": half, "num_ppo_epochs": 1}
     if method == "dpo":
         fixed |= {"max_prompt_length": half}
     if method == "gkd":
@@ -125,7 +129,8 @@ def live_peak(run: Run) -> float:
     if run.samples:  # equal prompts are laid out once
         rows = [{"prompt": " ".join([*pair, *[WORDS[0]] * (prompt - 2)])} for pair in product(WORDS, WORDS)]
     dtype = weights_dtype(run.config, run.args, run.model_args)
-    trainer = getattr(trl, f"{COMMANDS[run.method].prefix}Trainer")(
+    kind = PPOTrainer if run.method == "ppo" else getattr(trl, f"{COMMANDS[run.method].prefix}Trainer")
+    trainer = kind(
         model=with_numbers(run.config, dtype, run.classifier), args=run.args, train_dataset=Dataset.from_list(rows),
         peft_config=get_peft_config(run.model_args), processing_class=tokenizer(), **others,
     )  # fmt: skip

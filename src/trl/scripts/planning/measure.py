@@ -20,6 +20,7 @@ from trl.collators.reward import RewardCollator
 from trl.collators.unpaired import UnpairedCollator
 from trl.data.preference_rows import SIDES
 from trl.data.teacher_columns import TEACHER_IDS, TEACHER_LOGPS
+from trl.experimental.ppo.ppo_method import ADVANTAGES
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import cache_bytes
@@ -28,18 +29,19 @@ from trl.methods.online import ROLLOUT
 from trl.models.packed.layout import Inputs, scored_sequences
 from trl.models.packed.small_copy import keep_layers, layer_kinds
 from trl.models.packed.support import packing_of
-from trl.models.parts import causal_core, embedded_tokens, layers_of
+from trl.models.parts import embedded_tokens, layers_of
 from trl.models.reference import AdapterReference, FrozenModel
 from trl.models.scoring.base import ScorerBase, shares_prefix
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
+from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.switches import enable_gradient_checkpointing, holding
 from trl.models.teacher import ColumnTeacher, FrozenTeacher, SelfTeacher, Teacher
 from trl.reporting.metrics import Processes
 from trl.rollouts import experience as columns
 from trl.rollouts.experience import Experience
 from trl.scripts.planning.live_bytes import Bytes, LiveBytes, WithoutNumbers
-from trl.scripts.planning.run import Run, meta_model, saved_dtype
+from trl.scripts.planning.run import Run, core_of, meta_model, saved_dtype
 from trl.scripts.planning.state import make_optimizer, tensor_bytes
 from trl.tensors import heads
 from trl.tensors.ragged import Ragged
@@ -80,23 +82,26 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     for parameter in model.parameters() if run.sharding.half else ():
         parameter.data = parameter.data.to(torch.bfloat16)
     models = [model] if teacher is None else [model, teacher]
+    value = getattr(model, "value_model", None)
+    for core in (*map(core_of, models), *([] if value is None else [value])):
+        packing_of(core)  # runs a small copy, with numbers
     for part in models:
-        packing_of(causal_core(part))  # runs a small copy, with numbers
-        numberless.take(part, causal_core(part))
+        numberless.take(part, core_of(part))
     # Chunks of logits are those of an accelerator, unless the run is on a CPU, which the tensors seem to be on.
-    place, core = "CPU" if args.use_cpu else "ACCELERATOR", causal_core(model)
+    place, core = "CPU" if args.use_cpu else "ACCELERATOR", core_of(model)
     size, rows = (getattr(heads, f"{place}_CHUNK_{unit}") for unit in ("BYTES", "ROWS"))
     with holding(heads, "CPU_CHUNK_BYTES", size), holding(heads, "CPU_CHUNK_ROWS", rows), numberless:
-        scorer: Any = (Scorer if run.classifier is None else ClassificationScorer)(model)
+        scorer = scorer_of(run, model)
         batch, model = batch_of(run, scorer), model.train()
         if args.gradient_checkpointing:
-            enable_gradient_checkpointing(core, args.gradient_checkpointing_kwargs or {})
+            for part in (core,) if value is None else (core, value):
+                enable_gradient_checkpointing(part, args.gradient_checkpointing_kwargs or {})
         live = LiveBytes([parameter for parameter in model.parameters() if parameter.requires_grad])
         for part in models:
             live.add([*part.parameters(), *part.buffers()])
         weights = live.now
         phases, autocast = dict[str, Bytes](), torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16))
-        if not args.use_vllm if run.samples else getattr(args, "lmbda", 0):
+        if not getattr(args, "use_vllm", False) if run.samples else getattr(args, "lmbda", 0):
             with autocast:
                 phases[GENERATION] = Bytes(0, _generation(run, core, scorer))
         _mark_phases(core, live)
@@ -107,6 +112,13 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
                 step(run.loss, batch, model, scorer, teacher, lambda: autocast)
         _update(run, live)
     return {name: peak._replace(others=peak.others - weights) for name, peak in live.peaks.items() if name} | phases
+
+
+def scorer_of(run: Run, model: nn.Module) -> Any:
+    """What scores rows with the model of a run."""
+    if isinstance(model, PolicyAndValue):
+        return PolicyValueScorer(model, Scorer(model.policy), ClassificationScorer(model.value_model))
+    return (Scorer if run.classifier is None else ClassificationScorer)(model)
 
 
 def batch_of(run: Run, scorer: ScorerBase) -> Inputs:
@@ -139,13 +151,16 @@ def _rows(run: Run, shares: bool, *, packed: bool) -> Inputs:
 
 def _rollouts(run: Run, shares: bool) -> Inputs:
     """Completions of prompts, `num_generations` of each, with all columns that a loss may read."""
-    rows, group, lengths = run.args.device_rows, run.args.num_generations or 1, run.lengths
+    rows, group = getattr(run.args, "device_rows", run.rows), getattr(run.args, "num_generations", None) or 1
+    lengths = run.lengths
     prompts = Ragged.of([[_TOKEN + place // group] * lengths.prompt for place in range(rows)])
     completions = Ragged.of([[_TOKEN] * lengths.completion] * rows)
     tokens, numbers = torch.zeros(rows * lengths.completion), torch.ones(rows)
     per_token = {columns.OLD: tokens, columns.TRAINED: tokens == 0}
     if getattr(run.args, "beta", 0):
         per_token[columns.REF] = tokens
+    if run.loss.needs_values:
+        per_token |= dict.fromkeys((ADVANTAGES, columns.VALUES, columns.RETURNS), tokens)
     per_row = dict.fromkeys((columns.ADVANTAGE, columns.REWARD, columns.STOPPED), numbers)
     per_row |= {columns.SCORES: torch.arange(rows) / rows}
     per_row |= dict.fromkeys((columns.LENGTH, columns.MEAN_LENGTH), numbers * lengths.completion)
@@ -195,8 +210,8 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
     """Bytes of keys and values, of a row of logits for each completion, and of the weights that are copied for it."""
     args, cache, copies = run.args, RolloutCache(), 0
     dtype = torch.bfloat16 if args.bf16 else None
-    rows = prompts = run.rows * args.gradient_accumulation_steps
-    if run.samples:
+    rows = prompts = run.rows * args.gradient_accumulation_steps * getattr(args, "num_mini_batches", 1)
+    if run.samples and run.method != "ppo":
         rows = args.generation_batch_size // args.world_size
         prompts = -(-rows // args.num_generations)
     if scorer.packed:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from trl.models.parts import causal_core, layers_of
+from trl.models.parts import layers_of
+from trl.models.scoring.values import PolicyAndValue
 from trl.options.shared import RESIDUAL
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.measure import FIRST_LAYER, FORWARD, GENERATION, HEAD, LAST_LAYER, UPDATE, phases_of
-from trl.scripts.planning.run import Lengths, Run, meta_model, saved_dtype
+from trl.scripts.planning.run import Lengths, Run, core_of, meta_model, saved_dtype
 from trl.scripts.planning.state import Sharding, optimizer_bytes, sharding_of, tensor_bytes
 
 # DeepSpeed's defaults (0.19), in numbers: `reduce_bucket_size` and `stage3_max_live_parameters`.
@@ -95,12 +96,15 @@ def staying(run: Run) -> dict[str, float]:
     sharding, share, computed = run.sharding, run.sharding.share, run.computed(run.trained)
     size, numbers = tensor_bytes(run.trained), sum(weight.numel() for weight in run.trained)
     policy = sum(run.kept.values()) + tensor_bytes(run.model.buffers())
+    value = [*run.model.value_model.parameters()] if isinstance(run.model, PolicyAndValue) else []
     weights, gradients, state = policy, float(size), float(optimizer_bytes(run.args, run.trained))
     if sharding.half and sharding.is_deepspeed:  # it trains bfloat16 weights, and its optimiser float32 copies
         weights, gradients, state = policy - size + computed, computed, (state / size + 1) * 4 * numbers
     residuals = " with bf16 residuals" if getattr(run.args, "weights", None) else ""
+    of_value = run.computed(value) if sharding.is_deepspeed else sum(run.kept[weight] for weight in value)
     parts = {
-        "weights": share(weights, 3),
+        "weights": share(weights - of_value, 3),
+        **({"value model": share(of_value, 3)} if value else {}),
         "gradients": share(gradients, 2),
         f"optimiser ({run.args.optim.value}{residuals})": share(state, 1),
     }
@@ -108,7 +112,7 @@ def staying(run: Run) -> dict[str, float]:
     is_off = is_off or getattr(run.args, "precompute_ref_log_probs", False)
     has_reference = run.loss.scores_reference if run.samples else bool(run.loss.reference_names)
     if has_reference and not (is_off or run.model_args.use_peft or "reference" in run.frozen):
-        parts["reference"] = share(policy, 3)
+        parts["reference"] = share(policy - sum(run.kept[weight] for weight in value), 3)
     for name, config in run.frozen.items():
         parts[name] = share(tensor_bytes(meta_model(config, saved_dtype(config)).parameters()), 3)
     if sharding.name == "DDP":
@@ -126,7 +130,7 @@ def gathered_bytes(run: Run) -> dict[str, float]:
     """
     if run.sharding.stage < 3:  # one device copies, too
         return {}
-    core, whole, trained = causal_core(run.model), run.computed(run.kept), {*run.trained}
+    core, whole, trained = core_of(run.model), run.computed(run.kept), {*run.trained}
     layers = [{*layer.parameters()} for layer in layers_of(core) or ()]
     layer = max(layers, key=run.computed, default=set[Tensor]())
     embedding, output = {*core.get_input_embeddings().parameters()}, core.get_output_embeddings()
@@ -158,6 +162,8 @@ def of_length(run: Run, tokens: int) -> dict[str, int]:
     """The settings for rows of so many tokens."""
     prompt = min(run.lengths.prompt, tokens // 2)
     sampled = {"max_prompt_length": prompt, "max_completion_length": max(1, tokens - prompt)}
+    if run.method == "ppo":  # prompts are as long as responses
+        sampled = {"response_length": max(1, tokens // 2)}
     return sampled if run.samples else {"max_length": tokens}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,25 @@ from transformers import (
 )
 
 from trl.cli.launch import make_plan
+from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.experimental.ppo.ppo_method import PPOMethod
 from trl.methods.online import OnlineMethod
 from trl.models.loading import load_config
 from trl.models.parts import causal_core
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
+from trl.models.scoring.values import PolicyAndValue
 from trl.models.setup import REWARD_MODEL, ClassifierKind
 from trl.models.switches import disable_dropout_in_model, holding
 from trl.options import training
+from trl.options.model import ModelConfig
+from trl.scripts.arguments import ScriptArguments
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
+from trl.scripts.parser import TrlParser
 from trl.scripts.planning import METHODS
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.state import Sharding, memory_of, sharding_of
 from trl.scripts.training import COMMANDS, method_parser
-
-if TYPE_CHECKING:
-    from trl.options.model import ModelConfig
 
 _SAME_MICRO_BATCHES = {"optim", "precompute_ref_log_probs"}  # settings that do not change them
 _BLOCK = 64  # weights of one scale in four bits
@@ -62,7 +65,7 @@ class Run:
     method: str
     config: PretrainedConfig
     args: Any
-    model_args: "ModelConfig"
+    model_args: ModelConfig
     sharding: Sharding
     frozen: Mapping[str, PretrainedConfig] = field(default_factory=dict)  # other models, by what they are
     memory: float | None = None  # of a device
@@ -72,6 +75,8 @@ class Run:
     @cached_property
     def loss(self) -> Any:
         """The method's mathematics with these settings."""
+        if self.method == "ppo":
+            return PPOMethod(self.args, None)
         module = import_module(f"trl.methods.{self.method.replace('-', '_')}")
         kind = getattr(module, f"{COMMANDS[self.method].prefix}Method")
         settings = self.args.loss_type if self.method == "sft" else self.args
@@ -100,7 +105,7 @@ class Run:
         prompt, completion = (getattr(self.args, f"max_{part}_length", None) for part in ("prompt", "completion"))
         context = getattr(self.config, "max_position_embeddings", None) or _LENGTH
         if self.samples:
-            completion = completion or _LENGTH
+            completion = completion or getattr(self.args, "response_length", _LENGTH)
             return Lengths(prompt or min(completion, max(1, context - completion)), completion)
         row = getattr(self.args, "max_length", None) or min(_LENGTH, context)
         longest = max(1, row - getattr(self.args, "max_new_tokens", row // 2))
@@ -123,7 +128,7 @@ class Run:
         )
 
     def build(self, config: PretrainedConfig) -> nn.Module:
-        """The policy, or classifier, with a config, on the meta device."""
+        """The policy, with PPO's value model, or classifier, with a config, on the meta device."""
         args, adapter = self.args, get_peft_config(self.model_args)
         model: Any = meta_model(config, weights_dtype(config, args, self.model_args), self.classifier)
         if adapter is not None:
@@ -134,8 +139,13 @@ class Run:
                 parameter.data = parameter.data.float()
             if args.bf16:
                 peft_module_casting_to_bf16(model)
-        if getattr(args, "weights", None) is not None:
-            to_bfloat16(model)
+        parts = [model]
+        if self.method == "ppo":  # the value model begins as a copy of the policy
+            dtype = torch.promote_types(causal_core(model).dtype, torch.float32)
+            parts.append(meta_model(config, dtype, REWARD_MODEL))
+            model = PolicyAndValue(*parts)
+        for part in parts if getattr(args, "weights", None) is not None else ():
+            to_bfloat16(part)
         if getattr(args, "disable_dropout", False):
             disable_dropout_in_model(model)
         return model
@@ -150,7 +160,7 @@ class Run:
         """The bytes of each weight as it is kept: in 4 bits with a scale of each block, which may be nested."""
         sizes: dict[Tensor, float] = {weight: float(weight.nbytes) for weight in self.model.parameters()}
         scale = 1 + 4 / 256 if self.model_args.use_bnb_nested_quant else 4  # in float32; nested ones in 8 bits
-        for matrix in matrices_of(causal_core(self.model)) if self.model_args.load_in_4bit else ():
+        for matrix in matrices_of(core_of(self.model)) if self.model_args.load_in_4bit else ():
             sizes[matrix] = matrix.numel() * (0.5 + scale / _BLOCK)
         return sizes
 
@@ -177,7 +187,8 @@ def run_for(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}. `trl plan` takes it first.")
     if gpus < 1:
         raise ValueError(f"gpus must be at least 1, got {gpus}.")
-    parser = method_parser(method, "trl plan")
+    of_ppo: Any = (ScriptArguments, PPOConfig, ModelConfig)
+    parser = TrlParser(of_ppo, prog="trl plan") if method == "ppo" else method_parser(method, "trl plan")
     path, words = take_config_option(words)
     file = ConfigFile("options", {}, {}, {}) if path is None else read_config(path)
     split = make_plan(parser, words, replace(file, values={**file.values, **(settings or {})}))
@@ -213,7 +224,7 @@ def run_for(
     return run
 
 
-def _load_config(name: Any, model_args: "ModelConfig") -> PretrainedConfig:
+def _load_config(name: Any, model_args: ModelConfig) -> PretrainedConfig:
     config = load_config(
         str(name), {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
     )
@@ -233,12 +244,17 @@ def meta_model(
         return kind.from_config(config, dtype=dtype)
 
 
+def core_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model of a policy, which may stand beside a value model."""
+    return causal_core(getattr(model, "policy", model))
+
+
 def saved_dtype(config: PretrainedConfig) -> torch.dtype:
     """The dtype that a model beside the policy is loaded in."""
     return config.dtype or config.get_text_config().dtype or torch.float32  # type: ignore[return-value]
 
 
-def weights_dtype(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> torch.dtype:
+def weights_dtype(config: PretrainedConfig, args: Any, model_args: ModelConfig) -> torch.dtype:
     """The dtype that a trainer loads the model in."""
     saved, wanted = saved_dtype(config), resolve_dtype(model_args.dtype)
     if model_args.load_in_4bit:
