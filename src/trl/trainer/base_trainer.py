@@ -290,7 +290,8 @@ class BaseTrainer(Trainer):
             saving.name_checkpoint(self.callback_handler.callbacks, run.checkpoint)
             stack.callback(self._hang_watch.stop)  # before uploads are waited for
             output = super().train(run.checkpoint, *args, **kwargs)
-        return run_metrics.summary_of(output, self.args, self.state, self.run_metrics.mean_loss(self))
+            loss = self.run_metrics.mean_loss(self)  # of all processes, which have left the run's folder then
+        return run_metrics.summary_of(output, self.args, self.state, loss)
 
     def hyperparameter_search(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises TypeError: a trainer is one run."""
