@@ -154,8 +154,8 @@ def packed_attention(
         return output.transpose(1, 2).contiguous(), None
 
     plan = _Plan.of(attention_mask)
-    before = held or [None] * len(plan.parts)
     if has_temperature(module):
+        before = held or [None] * len(plan.parts)
         counts = [
             [0 if pair is None else pair[0].shape[1], part.length]
             for pair, part in zip(before, plan.parts, strict=True)
