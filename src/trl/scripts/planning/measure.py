@@ -82,19 +82,20 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     for parameter in model.parameters() if run.sharding.half else ():
         parameter.data = parameter.data.to(torch.bfloat16)
     models = [model] if teacher is None else [model, teacher]
-    value = getattr(model, "value_model", None)
-    for core in (*map(core_of, models), *([] if value is None else [value])):
-        packing_of(core)  # runs a small copy, with numbers
+    core, value = core_of(model), getattr(model, "value_model", None)
+    cores = [core] if value is None else [core, value]  # that train
+    for part in (*cores, *map(core_of, models[1:])):
+        packing_of(part)  # runs a small copy, with numbers
     for part in models:
         numberless.take(part, core_of(part))
     # Chunks of logits are those of an accelerator, unless the run is on a CPU, which the tensors seem to be on.
-    place, core = "CPU" if args.use_cpu else "ACCELERATOR", core_of(model)
+    place = "CPU" if args.use_cpu else "ACCELERATOR"
     size, rows = (getattr(heads, f"{place}_CHUNK_{unit}") for unit in ("BYTES", "ROWS"))
     with holding(heads, "CPU_CHUNK_BYTES", size), holding(heads, "CPU_CHUNK_ROWS", rows), numberless:
         scorer = scorer_of(run, model)
         batch, model = batch_of(run, scorer), model.train()
         if args.gradient_checkpointing:
-            for part in (core,) if value is None else (core, value):
+            for part in cores:
                 enable_gradient_checkpointing(part, args.gradient_checkpointing_kwargs or {})
         live = LiveBytes([parameter for parameter in model.parameters() if parameter.requires_grad])
         for part in models:
@@ -152,10 +153,9 @@ def _rows(run: Run, shares: bool, *, packed: bool) -> Inputs:
 def _rollouts(run: Run, shares: bool) -> Inputs:
     """Completions of prompts, `num_generations` of each, with all columns that a loss may read."""
     rows, group = getattr(run.args, "device_rows", run.rows), getattr(run.args, "num_generations", None) or 1
-    lengths = run.lengths
-    prompts = Ragged.of([[_TOKEN + place // group] * lengths.prompt for place in range(rows)])
-    completions = Ragged.of([[_TOKEN] * lengths.completion] * rows)
-    tokens, numbers = torch.zeros(rows * lengths.completion), torch.ones(rows)
+    prompts = Ragged.of([[_TOKEN + place // group] * run.lengths.prompt for place in range(rows)])
+    completions = Ragged.of([[_TOKEN] * run.lengths.completion] * rows)
+    tokens, numbers = torch.zeros(rows * run.lengths.completion), torch.ones(rows)
     per_token = {columns.OLD: tokens, columns.TRAINED: tokens == 0}
     if getattr(run.args, "beta", 0):
         per_token[columns.REF] = tokens
@@ -163,7 +163,7 @@ def _rollouts(run: Run, shares: bool) -> Inputs:
         per_token |= dict.fromkeys((ADVANTAGES, columns.VALUES, columns.RETURNS), tokens)
     per_row = dict.fromkeys((columns.ADVANTAGE, columns.REWARD, columns.STOPPED), numbers)
     per_row |= {columns.SCORES: torch.arange(rows) / rows}
-    per_row |= dict.fromkeys((columns.LENGTH, columns.MEAN_LENGTH), numbers * lengths.completion)
+    per_row |= dict.fromkeys((columns.LENGTH, columns.MEAN_LENGTH), numbers * run.lengths.completion)
     experience = Experience(prompts, completions, per_token, per_row)
     return {**experience.as_batch(prefix_sharing=shares), ROLLOUT: experience}
 
