@@ -14,8 +14,9 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from trl.data.formats import image_column
+from trl.data.formats import has_images
 from trl.data.pipeline import PreparationReport
+from trl.data.prepared_sets import sequence_lengths
 from trl.data.prompts import stored_rows
 from trl.data.ragged import list_lengths
 from trl.data.rendering import text_tokenizer
@@ -25,12 +26,11 @@ from trl.models.switches import holding
 from trl.scripts.inspection import faults
 from trl.scripts.inspection.faults import Fault
 from trl.scripts.inspection.texts import Texts
-from trl.scripts.inspection.tokens import ShownRow, lengths_and_reports, shown_rows
+from trl.scripts.inspection.tokens import ShownRow, shown_rows
 from trl.scripts.messages import Trainer
 from trl.scripts.training import COMMANDS, load_inputs
 
 STREAMED_ROWS = 10_000  # of a stream
-IMAGE_ROWS = 500  # where `--rows` does not say how many: each image is resized
 SCORED_ROWS = 1_000  # whose answers are given to reward functions
 CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
 # Without settings that need weights or more than this process, or put rows into another order.
@@ -59,7 +59,9 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
     Raises: what preparing raises for rows it refuses.
     """
     script_args, args, _, _ = inputs
-    sets = {name: first_rows(rows, options.rows) for name, rows in load_rows(inputs).items()}
+    if has_images(loaded := load_rows(inputs)):
+        raise ValueError(f"trl inspect reads no images. `trl {options.method} --dry_run true` shows rows with images.")
+    sets = {name: first_rows(rows, options.rows) for name, rows in loaded.items()}
     train, method, functions = sets["train"], options.method, getattr(script_args, "reward_funcs", None)
     if options.answers not in (None, *(columns := train.column_names)):
         raise ValueError(f"--answers must be one of the columns {', '.join(columns)}, got {options.answers!r}.")
@@ -68,7 +70,8 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
     text_field = getattr(args, "dataset_text_field", "text")
     with TemporaryDirectory() as args.output_dir, holding(logging.lastResort, "level", logging.ERROR):
         trainer, context = stand_in_trainer(method, sets, inputs)
-        lengths, reports = lengths_and_reports(trainer, sets)
+        reports = getattr(trainer._sets, "reports", {})
+        lengths = sequence_lengths(trainer.train_dataset, trainer._sets.settings)
         shown = shown_rows(trainer, train, options.shown, text_field)
     tokenizer = text_tokenizer(trainer.processing_class)
     figures = figures_of(trainer, len(train), lengths, context)
@@ -108,8 +111,7 @@ def load_rows(inputs: tuple) -> dict[str, Dataset | IterableDataset]:
 
 
 def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
-    """The first rows of a set, stored; without a limit all, of a stream `STREAMED_ROWS`, with images `IMAGE_ROWS`."""
-    limit = limit or (IMAGE_ROWS if image_column(rows.column_names or ()) else None)
+    """The first rows of a set, stored; without a limit all, of a stream `STREAMED_ROWS`."""
     if isinstance(rows, IterableDataset):
         return stored_rows(rows.take(limit or STREAMED_ROWS))
     return rows if limit is None else rows.select(range(min(limit, len(rows))))

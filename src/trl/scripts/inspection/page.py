@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +33,10 @@ def histogram(numbers: np.ndarray, unit: str) -> list[Bar]:
 
 
 def shortened(tokens: Sequence[Token]) -> list[Token]:
-    """The tokens, those of an image as one, or the ends of a long sequence around a note of how many are left out."""
-    shown, half = list[Token](), MOST_TOKENS // 2
-    for state, run in groupby(tokens, key=lambda token: token.state):
-        first, *rest = run
-        image = first._replace(text=f"[{1 + len(rest)} image tokens]")
-        shown += [image] if state == "image" else [first, *rest]
-    gap = Token(-1, f" … {len(shown) - MOST_TOKENS} tokens … ", "gap", "text")
-    return shown if len(shown) <= MOST_TOKENS else [*shown[:half], gap, *shown[-half:]]
+    """The tokens, or the ends of a long sequence around a note of how many are left out."""
+    half = MOST_TOKENS // 2
+    gap = Token(-1, f" … {len(tokens) - MOST_TOKENS} tokens … ", "gap", "text")
+    return list(tokens) if len(tokens) <= MOST_TOKENS else [*tokens[:half], gap, *tokens[-half:]]
 
 
 def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:

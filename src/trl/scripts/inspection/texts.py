@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from trl.data.formats import Row, RowDict, image_column, maybe_convert_to_chatml
+from trl.data.formats import Row, RowDict, maybe_convert_to_chatml
 from trl.rewards.ready_made import content_of
 
 TEXTS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "completions")
@@ -51,12 +51,6 @@ def row_parts(row: Row, text_field: str = "text") -> list[Part]:
     return parts
 
 
-def take_digest(row: RowDict) -> str:
-    """Take the images out of a row; their digest."""
-    images = [*(row.pop("images", None) or ()), row.pop("image", None)]
-    return xxhash.xxh3_64_hexdigest(b"".join(image.tobytes() for image in images if image is not None))
-
-
 class Texts:
     """What the texts of a set's rows show, in a few bytes for each row.
 
@@ -66,21 +60,21 @@ class Texts:
     """
 
     def __init__(self, dataset: Dataset, text_field: str = "text") -> None:
-        """Read all rows, a block at a time; rows with images one at a time."""
+        """Read all rows, a block at a time."""
         total, compared = len(dataset), list[Compared]()
         self.keys, self.is_empty, self.is_first = np.empty(total, np.uint64), *np.zeros((2, total), bool)
         self.scripts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(total, bool))
         self.words: defaultdict[str, list[str]] = defaultdict(list)
-        blocks = map(dict, dataset.iter(BLOCK_ROWS if image_column(dataset.column_names) is None else 1))
+        blocks = map(dict, dataset.iter(BLOCK_ROWS))
         rows = (dict(zip(block, row, strict=True)) for block in blocks for row in zip(*block.values(), strict=True))
         for number, row in enumerate(rows):
-            digest, parts = take_digest(row), row_parts(row, text_field)
+            parts = row_parts(row, text_field)
             said = [part[:3] for part in parts] or row.get("input_ids") or row
-            self.keys[number] = xxhash.xxh3_64_intdigest(repr([digest, said]).encode())
+            self.keys[number] = xxhash.xxh3_64_intdigest(repr(said).encode())
             self.is_empty[number] = any(part.is_answer and not part.text.strip() for part in parts)
             text = " ".join(part.text for part in parts)
             if number % -(-total // COMPARED_ROWS) == 0:
-                compared.append((number, shingles(text, digest)))
+                compared.append((number, shingles(text)))
             for script in set(map(script_of, set(text))) - {""}:
                 self.scripts[script][number] = True
                 if len(self.words[script]) < SCRIPT_WORDS:
@@ -95,11 +89,11 @@ def script_of(character: str) -> str:
     return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
 
 
-def shingles(text: str, digest: str = "") -> frozenset[bytes]:
-    """The runs of three words of a text, in lower case, without punctuation, beside its images; none of a short one."""
+def shingles(text: str) -> frozenset[bytes]:
+    """The runs of three words of a text, in lower case, without punctuation; none of a short one."""
     words = re.findall(r"\w+", text.lower())
     runs = zip(*(words[at:] for at in range(WORDS)), strict=False) if len(words) >= LEAST_WORDS else ()
-    return frozenset(" ".join([digest, *run]).encode() for run in runs)
+    return frozenset(" ".join(run).encode() for run in runs)
 
 
 def near_rows(rows: Sequence[Compared], others: Sequence[Compared]) -> tuple[list[int], list[int]]:

@@ -1,26 +1,25 @@
-"""Rows as training reads them: their lengths, and what it does to each token."""
+"""Rows with what training does to each token."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.pipeline import Counting, PreparationReport, RowKind
-from trl.data.prepared_sets import PreparedSets, sequence_lengths
+from trl.data.pipeline import Preparation, PreparationReport
+from trl.data.prepared_sets import PreparedSets
 from trl.data.rendering import text_tokenizer
 from trl.scripts.inspection.texts import Part, row_parts
 from trl.scripts.messages import Shown, Trainer, sequences
-from trl.trainer.images import ImageSets
 
 UNLIMITED = dict.fromkeys(("max_length", "max_prompt_length", "max_completion_length"))
 
 
 class Token(NamedTuple):
-    """A token; `state` is "trained", "masked", "cut" or "image", `role` that of its text (None: of the template)."""
+    """A token; `state` is "trained", "masked" or "cut", `role` that of its text (None: of the template)."""
 
     id: int
     text: str
@@ -61,50 +60,15 @@ def prepared_rows(
         for place, (row, whole) in enumerate(zip(*tables, strict=True)):
             if not row.get("untrained_rows") or "report" in settings.policies:
                 yield numbers[row.get("row", place)], sequences(trainer, row), sequences(trainer, whole)
-    elif isinstance(sets, ImageSets):
-        collator, unlimited = trainer.data_collator, changed(trainer.data_collator, **UNLIMITED)
-        for number, row in zip(numbers, map(dict, sample), strict=True):
-            collator.rows_cut = 0
-            try:
-                shown = sequences(trainer, row)
-            except ValueError as error:
-                raise ValueError(str(error).replace("row 0 of the batch", f"row {number}")) from error
-            yield number, shown, sequences(trainer, row, unlimited) if collator.rows_cut else shown
     else:
         for number in numbers:
             shown = sequences(trainer, trainer.train_dataset[number])
             yield number, shown, shown
 
 
-def changed(settings: Any, **values: object) -> Any:
-    """A dataclass with other values of those fields that it has."""
+def changed(settings: Preparation, **values: object) -> Preparation:
+    """The settings with other values of those fields that they have."""
     return replace(settings, **{name: value for name, value in values.items() if hasattr(settings, name)})
-
-
-def lengths_and_reports(
-    trainer: Trainer, sets: Mapping[str, Dataset]
-) -> tuple[np.ndarray, Mapping[str, PreparationReport]]:
-    """Tokens of the longest sequence of each training row, and what the preparation of the sets counted."""
-    prepared = trainer._sets
-    if isinstance(prepared, ImageSets):
-        read = {name: read_images(trainer, rows, name) for name, rows in sets.items()}
-        return read["train"][0], {name: report for name, (_, report) in read.items()}
-    return sequence_lengths(trainer.train_dataset, prepared.settings), getattr(prepared, "reports", {})
-
-
-def read_images(trainer: Trainer, rows: Dataset, name: str) -> tuple[np.ndarray, PreparationReport]:
-    """Tokens of the longest sequence of each row with images, and the counts that a preparation of text makes."""
-    report, lengths, counts = PreparationReport(name), list[int](), list[tuple[int, ...]]()
-    for number, row, whole in prepared_rows(trainer, rows, range(len(rows))):
-        sizes, tokens = [len(sequence.ids) for sequence in row], sum(len(sequence.ids) for sequence in whole)
-        is_untrained = not all("trained" in sequence.states for sequence in row)
-        is_equal = len(row) == 2 and row[0].ids == row[1].ids
-        counts.append((number, sum(sizes), tokens - sum(sizes), is_untrained, is_equal))
-        lengths.append(max(sizes))
-    names = ("row", "tokens", "removed_tokens", "untrained_rows", "equal_rows")
-    numbers = dict(zip(names, np.array(counts).T, strict=True))
-    Counting(RowKind, report, "report").tally(numbers, is_whole=False)  # type: ignore[arg-type]
-    return np.array(lengths), report
 
 
 def shown_tokens(
