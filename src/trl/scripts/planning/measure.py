@@ -19,14 +19,13 @@ from trl.collators.preference import PairCollator
 from trl.collators.reward import RewardCollator
 from trl.collators.unpaired import UnpairedCollator
 from trl.data.preference_rows import SIDES
-from trl.data.teacher_columns import TEACHER_IDS, TEACHER_LOGPS
 from trl.experimental.ppo.ppo_method import ADVANTAGES
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import cache_bytes
 from trl.methods.method import Method, Scoring, Step
 from trl.methods.online import ROLLOUT
-from trl.models.packed.layout import Inputs, scored_sequences
+from trl.models.packed.layout import Inputs
 from trl.models.packed.small_copy import keep_layers, layer_kinds
 from trl.models.packed.support import packing_of
 from trl.models.parts import embedded_tokens, layers_of
@@ -36,7 +35,7 @@ from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.switches import enable_gradient_checkpointing, holding
-from trl.models.teacher import ColumnTeacher, FrozenTeacher, SelfTeacher, Teacher
+from trl.models.teacher import FrozenTeacher, SelfTeacher
 from trl.reporting.metrics import Processes
 from trl.rollouts import experience as columns
 from trl.rollouts.experience import Experience
@@ -125,11 +124,7 @@ def scorer_of(run: Run, model: nn.Module) -> Any:
 def batch_of(run: Run, scorer: ScorerBase) -> Inputs:
     """Rows as the collator of the method makes them, all completion tokens trained."""
     shares = shares_prefix(scorer, getattr(run.args, "prefix_sharing", False))
-    batch = _rollouts(run, shares) if run.samples else _rows(run, shares, packed=scorer.packed)
-    if getattr(run.args, "teacher_model_server_url", None):
-        shape = (len(scored_sequences(batch)), run.args.teacher_top_k)
-        batch |= {TEACHER_IDS: torch.zeros(shape, dtype=torch.int64), TEACHER_LOGPS: torch.zeros(shape)}
-    return batch
+    return _rollouts(run, shares) if run.samples else _rows(run, shares, packed=scorer.packed)
 
 
 def _rows(run: Run, shares: bool, *, packed: bool) -> Inputs:
@@ -176,11 +171,9 @@ def step(
     runs: Any = SimpleNamespace(autocast=autocast, num_processes=1)
     no_reference: Any = None  # the batch has its log-probs
     of_step = Step(True, Processes(runs), statistics=True, is_first=True)
-    others: Teacher = ColumnTeacher() if TEACHER_IDS in batch else SelfTeacher(AdapterReference(scorer))
-    if teacher is not None:
-        others = FrozenTeacher(FrozenModel(teacher, Scorer(teacher)))
-    scoring = Scoring(model, scorer, runs, of_step, no_reference, others)
-    scored = method.score(batch, scoring)
+    base = SelfTeacher(AdapterReference(scorer))
+    teaches = base if teacher is None else FrozenTeacher(FrozenModel(teacher, Scorer(teacher)))
+    scored = method.score(batch, Scoring(model, scorer, runs, of_step, no_reference, teaches))
     outcome = method.terms(batch, scored, of_step)
     counts = method.count(batch)
     loss = outcome.loss(method.units, counts, counts.clamp(min=1), router_weight=scorer.router_weight)

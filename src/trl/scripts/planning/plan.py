@@ -167,15 +167,6 @@ def of_length(run: Run, tokens: int) -> dict[str, int]:
     return sampled if run.samples else {"max_length": tokens}
 
 
-def as_words(settings: Mapping[str, object]) -> list[str]:
-    """Settings as they are written on a command line."""
-    words: list[str] = []
-    for name, value in settings.items():
-        values = value if isinstance(value, (list, tuple)) else [getattr(value, "value", value)]
-        words += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
-    return words
-
-
 def _largest(changed: Callable[[int], Run], now: int, plan: Plan, most: int) -> int:
     """The largest number that fits, 0 if none does: phases lie on lines, which are measured again near the answer."""
     other, memory = now // 2 if now > 1 else 2, plan.memory or 0.0
@@ -206,7 +197,7 @@ def levers_of(plan: Plan, run: Run) -> list[Lever]:
 def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
     """The levers that can be pulled with their settings as words, and the run with each alone."""
     args, model, deepspeed = run.args, run.model_args, run.sharding.is_deepspeed
-    lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
+    lora = {"use_peft": True, **({} if model.lora_target_modules else {"lora_target_modules": "all-linear"})}
     has_lora = find_spec("peft") is not None and not model.load_in_4bit
     has_bits = find_spec("bitsandbytes") is not None and "bit" not in args.optim.value and not deepspeed
     has_reference = getattr(args, "precompute_ref_log_probs", None) is False
@@ -224,7 +215,8 @@ def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
     ]
     for name, _, settings in filter(itemgetter(1), levers):
         follows = {"bf16": False} if "weights" in settings else {"weights": None} if "use_peft" in settings else {}
-        yield name, " ".join(as_words(settings)), run.changed(**settings, **follows)
+        words = (f"--{key} {str(getattr(value, 'value', value)).lower()}" for key, value in settings.items())
+        yield name, " ".join(words), run.changed(**settings, **follows)
     devices = run.sharding.devices
     for profile in ("zero2", "fsdp2", "zero3") if devices > 1 else ():
         sharding = sharding_of(profile, devices, half=bool(args.bf16))

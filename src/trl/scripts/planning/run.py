@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import convert_file_size_to_int
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -35,13 +36,13 @@ from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 from trl.scripts.parser import TrlParser
 from trl.scripts.planning import METHODS
 from trl.scripts.planning.live_bytes import Bytes
-from trl.scripts.planning.state import Sharding, memory_of, sharding_of
+from trl.scripts.planning.state import Sharding, sharding_of
 from trl.scripts.training import COMMANDS, method_parser
 
 _SAME_MICRO_BATCHES = {"optim", "precompute_ref_log_probs"}  # settings that do not change them
 _BLOCK = 64  # weights of one scale in four bits
 _LENGTH = 1024  # of a row without a limit
-_UNPLANNED = ("activation_offloading", "fp16", "load_in_8bit")
+_UNPLANNED = ("activation_offloading", "fp16", "load_in_8bit", "teacher_model_server_url")
 _MODELS = {"ref_model_name_or_path": "reference", "teacher_model_name_or_path": "teacher",
     "reward_model_name_or_path": "reward model", "reward_model_path": "reward model"}  # fmt: skip
 
@@ -197,27 +198,28 @@ def run_for(
         script_args, args, model_args, *_ = parser.parse_with(split.script, split.config)
     options = {**vars(model_args), **vars(script_args), **vars(args)}
     if refused := [name for name in _UNPLANNED if options.get(name)]:
-        raise ValueError(f"{refused[0]} is not planned, got true. Leave it out.")
+        raise ValueError(f"{refused[0]} is not planned. Leave it out.")
     if config is None and model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     config = config or _load_config(model_args.model_name_or_path, model_args)
-    if (kind := type(config.get_text_config())) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if (kind := type(config.get_text_config())) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         raise ValueError(f"{kind.__name__} is of no causal model of transformers, and not planned. Give a text model.")
     frozen = {
         what: _load_config(options[name], model_args)
         for name, what in _MODELS.items()
         if options.get(name) not in (None, getattr(type(args), name, None))  # RLOO names a model that it does not load
     }
-    if options.get("teacher_model_server_url"):
-        frozen.pop("teacher", None)
-    elif method in ("gkd", "distillation") and not ("teacher" in frozen or model_args.use_peft):
+    if method in ("gkd", "distillation") and not ("teacher" in frozen or model_args.use_peft):
         raise ValueError(
             "teacher_model_name_or_path is missing. Give a teacher, or set use_peft: its base teaches then."
         )
     if model_args.load_in_4bit and not model_args.use_peft:
         raise ValueError("load_in_4bit needs an adapter, as quantised weights are not trained. Set use_peft.")
     sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
-    size = None if memory is None else memory_of(memory)
+    try:
+        size = None if memory is None else float(convert_file_size_to_int(str(memory).upper()))
+    except ValueError:
+        raise ValueError(f"memory must be a number with a unit (80GB, 24GiB), got {memory!r}.") from None
     run = Run(method, config.get_text_config(), args, model_args, sharding, frozen, size)
     if run.vllm and size is None:
         raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
@@ -225,12 +227,8 @@ def run_for(
 
 
 def _load_config(name: Any, model_args: ModelConfig) -> PretrainedConfig:
-    config = load_config(
-        str(name), {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
-    )
-    if config.is_encoder_decoder:
-        raise ValueError(f"'{name}' is an encoder-decoder, which is not planned. Give a decoder.")
-    return config
+    source = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
+    return load_config(str(name), source)
 
 
 def meta_model(

@@ -1,6 +1,5 @@
 """Bytes of tensors, of an optimiser's state and of a device, and how devices share them."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -87,12 +86,3 @@ def sharding_of(profile: str | None, devices: int, *, half: bool) -> Sharding:
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
         return Sharding("DDP", devices) if devices > 1 else Sharding()
     raise ValueError(f"accelerate_config has distributed_type {kind}, expected FSDP, DEEPSPEED, MULTI_GPU or NO.")
-
-
-def memory_of(text: str) -> float:
-    """Bytes of a text such as 80GB or 24 GiB. Raises: ValueError for others."""
-    units = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", str(text).strip().lower())
-    if match is None or not float(match[1]):
-        raise ValueError(f"memory must be a number with a unit (80GB, 24GiB), got {text!r}. Write the unit too.")
-    return float(match[1]) * (1024 if match[3] else 1000) ** units[match[2]]
