@@ -37,6 +37,8 @@ SMALL = LlamaConfig(
         ("reward", "wide"),
         ("gkd", "lora"),
         ("distillation", "deep"),
+        ("rloo", "half"),
+        ("online-dpo", "deep"),
         ("ppo", "deep"),
     ],
 )
@@ -185,7 +187,7 @@ def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
     def plan(**settings):
         run = replace(run_for("grpo", ["--num_generations", "2", "--use_cpu", "true"], 1, config=SMALL), memory=1e9)
         run = run.changed(use_vllm=True, vllm_gpu_memory_utilization=0.25, **settings)
-        run.phases[False] = {measure.HEAD: Bytes(0, 1e6), measure.UPDATE: Bytes(4 * NUMBERS, 0)}
+        run.phases[False] = {measure.HEAD: Bytes(0, 1e6), planning.UPDATE: Bytes(4 * NUMBERS, 0)}
         return plan_of(run)
 
     fixed, share = 12 * NUMBERS, pytest.approx(2.5e8)
@@ -282,7 +284,7 @@ def folder(tmp_path):
 
 
 def test_the_command_reads_a_file_and_a_folder_without_weights(alone, folder, tmp_path, capsys, monkeypatch):
-    phases = (*list(UNITS)[:4], measure.UPDATE)
+    phases = (*list(UNITS)[:4], planning.UPDATE)
 
     def stub(run):
         sizes = dict.fromkeys(phases, 1e4 * run.rows * run.lengths.row)

@@ -57,6 +57,12 @@ def to_bfloat16(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
+def copied_bytes(weights: Iterable[Tensor]) -> int:
+    """Bytes that a step takes for the float32 copies of weights and gradients, and to round the largest weight."""
+    sizes = [weight.numel() for weight in weights]
+    return 8 * (max(max(sizes), min(_CHUNK, sum(sizes))) + max(sizes))
+
+
 def check_residuals(accelerator: Accelerator, optim: str = "") -> None:
     """Raise ValueError for a run with other float32 weights, scaled gradients, or updates outside of the step."""
     sharding, precision = getattr(accelerator.state, "fsdp_plugin", None), accelerator.mixed_precision

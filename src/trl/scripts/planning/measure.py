@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.training_args import OptimizerNames
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.preference import PairCollator
@@ -41,14 +40,13 @@ from trl.rollouts import experience as columns
 from trl.rollouts.experience import Experience
 from trl.scripts.planning.live_bytes import Bytes, LiveBytes, WithoutNumbers
 from trl.scripts.planning.run import Run, core_of, meta_model, saved_dtype
-from trl.scripts.planning.state import make_optimizer, tensor_bytes
 from trl.tensors import heads
 from trl.tensors.ragged import Ragged
 
 FORWARD, HEAD, LAST_LAYER, FIRST_LAYER = (
     "forward", "logits and loss", "backward of the last layer", "backward of the first layer"
 )  # fmt: skip
-UPDATE, GENERATION = "optimiser step", "generation"
+GENERATION = "generation"
 
 _TOKEN = 5  # any
 _LOGITS = 3  # copies of logits of which a token is chosen
@@ -110,7 +108,6 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
             live.begin(FORWARD)
             with live:
                 step(run.loss, batch, model, scorer, teacher, lambda: autocast)
-        _update(run, live)
     return {name: peak._replace(others=peak.others - weights) for name, peak in live.peaks.items() if name} | phases
 
 
@@ -181,29 +178,12 @@ def step(
     loss.backward()
 
 
-def _update(run: Run, live: LiveBytes) -> None:
-    """Measure the second step of the optimiser, without its state; one of bitsandbytes needs numbers: AdamW's."""
-    args = run.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in run.args.optim.value else run.args
-    trained = [weight for weight in live.trained if weight.grad is not None]
-    gradients, optimizer = tensor_bytes(trained), make_optimizer(args, trained)
-    if optimizer is None:
-        return
-    optimizer.step()
-    live.begin(UPDATE)
-    before = live.now
-    live.add(value for state in optimizer.state.values() for value in state.values())
-    state = live.now - before
-    with live:
-        optimizer.step()
-    live.peaks[UPDATE] = Bytes(gradients, sum(live.peaks[UPDATE]) - gradients - state)
-
-
 @torch.no_grad()
 def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
     """Bytes of keys and values, of a row of logits for each completion, and of the weights that are copied for it."""
     args, cache, copies = run.args, RolloutCache(), 0
     dtype = torch.bfloat16 if args.bf16 else None
-    rows = prompts = run.rows * args.gradient_accumulation_steps * getattr(args, "num_mini_batches", 1)
+    rows = prompts = run.rows * args.gradient_accumulation_steps * (getattr(args, "num_mini_batches", None) or 1)
     if run.samples and run.method != "ppo":
         rows = args.generation_batch_size // args.world_size
         prompts = -(-rows // args.num_generations)

@@ -10,16 +10,18 @@ from torch import Tensor
 from transformers.training_args import OptimizerNames
 
 from trl.models.parts import layers_of
+from trl.models.residuals import copied_bytes
 from trl.models.scoring.values import PolicyAndValue
 from trl.options.shared import RESIDUAL
 from trl.scripts.planning.live_bytes import Bytes
-from trl.scripts.planning.measure import FIRST_LAYER, FORWARD, GENERATION, HEAD, LAST_LAYER, UPDATE, phases_of
+from trl.scripts.planning.measure import FIRST_LAYER, FORWARD, GENERATION, HEAD, LAST_LAYER, phases_of
 from trl.scripts.planning.run import Lengths, Run, core_of, meta_model, saved_dtype
 from trl.scripts.planning.state import Sharding, optimizer_bytes, sharding_of, tensor_bytes
 
 # DeepSpeed's defaults (0.19), in numbers: `reduce_bucket_size` and `stage3_max_live_parameters`.
 _BUCKET, _LIVE = 5e8, 1e9
 _MOST_ROWS = 4096
+UPDATE = "optimiser step"
 
 
 class Lever(NamedTuple):
@@ -71,23 +73,27 @@ class Plan:
 def plan_of(run: Run) -> Plan:
     """The plan of a run without what fits and without levers."""
     stays, gathered, parts = staying(run), gathered_bytes(run), dict[str, dict[str, float]]()
+    phases = dict(phases_of(run))
+    if getattr(run.args, "weights", None):
+        phases[UPDATE] = Bytes(tensor_bytes(run.trained), run.sharding.share(copied_bytes(run.trained), 3))
+    if run.vllm:
+        phases[GENERATION] = Bytes(0, 0)
     share = stays["gradients"] / (run.computed(run.trained) or 1)
     sums_whole = run.args.gradient_accumulation_steps > 1 and run.sharding.name.startswith("FSDP")
     dense = max((weight.nbytes for weight, size in run.kept.items() if size < weight.nbytes), default=0)
     sleeps = getattr(run.args, "vllm_enable_sleep_mode", False)
-    for name, peak in {**phases_of(run), **({GENERATION: Bytes(0, 0)} if run.vllm else {})}.items():
-        is_update, sizes = name == UPDATE, {**stays}
-        sizes["gradients"] = peak.gradients * (1 if sums_whole and not is_update else share)
+    for name, peak in phases.items():
+        sizes = {**stays, "gradients": peak.gradients * (1 if sums_whole and name != UPDATE else share)}
         if name in gathered:
             sizes["gathered units"] = gathered[name]
-        sizes["activations and logits"] = dense + (run.sharding.share(peak.others, 1) if is_update else peak.others)
+        sizes["activations and logits"] = dense + peak.others
         if run.vllm and (name == GENERATION or not sleeps):
             sizes[f"vLLM ({run.vllm:.0%} of the GPU)"] = run.vllm * (run.memory or 0)
         parts[name] = sizes
-    phases = {name: sum(sizes.values()) for name, sizes in parts.items()}
-    largest, count = max(phases, key=lambda name: phases[name]), sum(weight.numel() for weight in run.kept)
+    sums = {name: sum(sizes.values()) for name, sizes in parts.items()}
+    largest, count = max(sums, key=lambda name: sums[name]), sum(weight.numel() for weight in run.kept)
     return Plan(
-        run.method, count, run.rows, run.lengths, run.sharding, parts[largest], phases, stays["gradients"], run.memory
+        run.method, count, run.rows, run.lengths, run.sharding, parts[largest], sums, stays["gradients"], run.memory
     )
 
 

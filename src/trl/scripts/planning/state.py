@@ -20,28 +20,18 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def make_optimizer(args: "TrainingArguments", parameters: Sequence[nn.Parameter], model: Any = None) -> Any:
-    """The run's optimiser over some parameters; None for one that needs the whole model."""
+def optimizer_bytes(args: "TrainingArguments", trained: Sequence[Tensor], model: Any = None) -> int:
+    """Bytes of the optimiser's state, by what it keeps for one matrix of 256 x 256 after a step."""
     from transformers import Trainer
 
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    if not parameters or {"params", "model", "optimizer_dict"} & set(settings):
-        return None
-    optimizer = kind(parameters, **settings)
-    if getattr(args, "weights", None) is not None:
-        keep_residuals(optimizer)
-    return optimizer
-
-
-def optimizer_bytes(args: "TrainingArguments", trained: Sequence[Tensor], model: Any = None) -> int:
-    """Bytes of the optimiser's state, by what it keeps for one matrix of 256 x 256 after a step."""
-    if not trained:
+    if not trained or {"params", "model", "optimizer_dict"} & set(settings):  # or it needs the whole model
         return 0
     device = "cpu" if trained[0].is_meta else trained[0].device  # where 8-bit optimisers have their kernels
     probe = nn.Parameter(torch.zeros(256, 256, dtype=trained[0].dtype, device=device))
-    optimizer = make_optimizer(args, [probe], model)
-    if optimizer is None:
-        return 0
+    optimizer = kind([probe], **settings)
+    if getattr(args, "weights", None) is not None:
+        keep_residuals(optimizer)
     probe.grad = torch.zeros_like(probe)
     optimizer.step()
     state = [tensor for tensor in optimizer.state[probe].values() if isinstance(tensor, Tensor)]
