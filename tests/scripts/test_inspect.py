@@ -16,11 +16,11 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_image
 from trl.data.pipeline import PreparationReport
 from trl.scripts import inspect
-from trl.scripts.inspection.collect import STREAMED_ROWS, blank_model, first_rows
+from trl.scripts.inspection.collect import STREAMED_ROWS, Inspection, blank_model, first_rows, histogram
 from trl.scripts.inspection.faults import report_faults
-from trl.scripts.inspection.page import histogram
 from trl.scripts.inspection.texts import Part, Texts, near_rows, row_parts, shingles
-from trl.scripts.inspection.tokens import piece_roles, texts_of
+from trl.scripts.inspection.tokens import Token, piece_roles, texts_of
+from trl.scripts.pages import render
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 CLEAN = {
@@ -271,6 +271,14 @@ def test_histograms_count_every_number():
     assert [bar.title for bar in histogram(np.array([0.5]), "reward")] == ["0.5 to 0.5 reward: 1"]
     wide = histogram(np.arange(100), "tokens")
     assert [wide[0].title, wide[-1].title, len(wide)] == ["0 to 2 tokens: 3", "99 to 101 tokens: 1", 34]
+
+
+def test_the_page_shows_the_ends_of_long_sequences():
+    tokens = [Token(number, f"<{number}>", "masked", None) for number in range(700)]
+    inspection = Inspection("sky", {}, {}, tiny_tokenizer(), [], [(3, {"text": tokens})])
+    page = render("trl.scripts.inspection", "page.html", inspection=inspection)
+    ids = [int(number) for number in re.findall(r"title='(\d+):", page)]
+    assert ids == [*range(300), *range(400, 700)] and "> … 100 tokens … <" in page and "text: 700 tokens" in page
 
 
 def test_rows_with_images_are_refused(tmp_path, model, capsys, monkeypatch):

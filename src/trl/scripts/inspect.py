@@ -4,8 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trl.scripts.plain_parser import PlainParser
+
+if TYPE_CHECKING:
+    from trl.scripts.inspection.collect import Inspection
 
 METHODS = ("sft", "reward", "dpo", "orpo", "cpo", "kto", "bco", "prm", "grpo", "rloo", "online-dpo", "nash-md", "xpo")
 
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.html is not None and not options.html.resolve().parent.is_dir():
                 raise ValueError(f"--html {options.html} is in a folder that does not exist. Make the folder.")
             from trl.scripts.inspection.collect import inspect_data
-            from trl.scripts.inspection.page import print_inspection, write_page
+            from trl.scripts.pages import render
             from trl.scripts.training import method_parser
 
             parsed = method_parser(options.method, parser.prog).parse_args_and_config(rest)
@@ -57,6 +61,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(parser.prog, error)
     print_inspection(inspection)
     if options.html is not None:
-        write_page(inspection, options.html)
+        page = render("trl.scripts.inspection", "page.html", inspection=inspection)
+        options.html.write_text(page, encoding="utf-8")
         print(f"Written: {options.html}")
     return int(options.strict and bool(inspection.faults))
+
+
+def print_inspection(inspection: "Inspection", *, rows: int = 2) -> None:
+    """Print the numbers, the first rows and the faults."""
+    from trl.reporting.tables import open_console
+    from trl.scripts.messages import Shown, rendered
+
+    console = open_console(highlight=False, soft_wrap=True)
+    width = max(map(len, inspection.figures))
+    for name, value in inspection.figures.items():
+        console.print(f"  {name:<{width}}  {value}", markup=False)
+    for number, sequences in inspection.shown[:rows]:
+        console.print(f"\nRow {number}", style="bold")
+        for title, tokens in sequences.items():
+            shown = Shown(title, [token.id for token in tokens], [token.state for token in tokens])
+            console.print(rendered(inspection.tokenizer, shown, colour=console.is_terminal))
+    for fault in inspection.faults:
+        first = f" (first: {', '.join(map(str, fault.rows))})" if fault.rows else ""
+        console.print(f"\n{fault.name}: {fault.count:,} of {fault.of:,} rows{first}", style="bold red", markup=False)
+        console.print(f"  {fault.text}", markup=False)
+    if not inspection.faults:
+        console.print("\nNo fault was found.", style="bold")

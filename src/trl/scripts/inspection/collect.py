@@ -1,6 +1,7 @@
 """A data set prepared by the trainer of a method, and everything that is looked at in it."""
 
 import logging
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
@@ -28,9 +29,11 @@ from trl.scripts.inspection.faults import Fault
 from trl.scripts.inspection.texts import Texts
 from trl.scripts.inspection.tokens import ShownRow, shown_rows
 from trl.scripts.messages import Trainer
+from trl.scripts.pages import Bar, bars
 from trl.scripts.training import COMMANDS, load_inputs
 
 STREAMED_ROWS = 10_000  # of a stream
+BARS = 40
 SCORED_ROWS = 1_000  # whose answers are given to reward functions
 CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
 # Without settings that need weights or more than this process, or put rows into another order.
@@ -45,12 +48,11 @@ class Inspection:
     """What is known of a data set: its numbers, its faults, and rows with their tokens."""
 
     title: str
-    lengths: np.ndarray
     figures: dict[str, str]
+    histograms: dict[str, list[Bar]]
     tokenizer: PreTrainedTokenizerBase
     faults: list[Fault]
     shown: list[ShownRow]
-    rewards: dict[str, np.ndarray]  # those that are known
 
 
 def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
@@ -81,8 +83,10 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
         rewards = scored(functions, train.select(range(min(len(train), SCORED_ROWS))), options.answers)
     elif functions:
         figures["rewards"] = f"not tried: name the column with answers, --answers COLUMN, one of {', '.join(columns)}"
+    histograms = {"Tokens of a sequence": histogram(lengths, "tokens")}
     for name, values in rewards.items():
         if values.size:
+            histograms[f"Rewards of {name}"] = histogram(values, "reward")
             figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
     if find_spec("datasketch") is None:
         figures["near duplicates"] = "not searched: pip install datasketch"
@@ -97,7 +101,7 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
         *faults.reward_faults(rewards, min(len(train), SCORED_ROWS)),
     ]
     title = f"{script_args.dataset_name} for {method}"
-    return Inspection(title, lengths, figures, tokenizer, counted, shown, rewards)
+    return Inspection(title, figures, histograms, tokenizer, counted, shown)
 
 
 def load_rows(inputs: tuple) -> dict[str, Dataset | IterableDataset]:
@@ -161,6 +165,14 @@ def figures_of(trainer: Trainer, rows: int, lengths: np.ndarray, context: int | 
         filled = float(list_lengths(prepared, "input_ids").mean() / args.max_length)
         figures["packed"] = f"{len(prepared):,} rows of {args.max_length:,} tokens, {filled:.1%} filled"
     return figures
+
+
+def histogram(numbers: np.ndarray, unit: str) -> list[Bar]:
+    """The bars of a histogram."""
+    low, high, is_whole = float(numbers.min()), float(numbers.max()), bool((numbers == numbers.round()).all())
+    step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
+    edges = np.arange(low, high + step + 0.5, step) if is_whole else np.linspace(low, high, 1 + BARS ** (high > low))
+    return bars(np.histogram(numbers, edges)[0].tolist(), edges.tolist(), unit, is_whole=is_whole)
 
 
 def scored(functions: Sequence[str], rows: Dataset, column: str) -> dict[str, np.ndarray]:
