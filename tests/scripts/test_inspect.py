@@ -17,9 +17,8 @@ from tests.tiny_vision import tiny_image
 from trl.data.pipeline import PreparationReport
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, Inspection, blank_model, first_rows, histogram
-from trl.scripts.inspection.faults import report_faults
-from trl.scripts.inspection.texts import Part, Texts, near_rows, row_parts, shingles
-from trl.scripts.inspection.tokens import Token, piece_roles, texts_of
+from trl.scripts.inspection.faults import Texts, near_rows, report_faults, shingles
+from trl.scripts.inspection.tokens import Part, Token, piece_roles, row_parts, texts_of
 from trl.scripts.pages import render
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -229,7 +228,7 @@ def test_many_rows_take_bounded_memory():
 
 def test_rows_that_differ_take_no_more_than_a_number_each(monkeypatch):
     rows = Dataset.from_dict({"text": [f"Look up {number}." for number in range(50_000)]})
-    monkeypatch.setattr("trl.scripts.inspection.texts.COMPARED_ROWS", 100)
+    monkeypatch.setattr("trl.scripts.inspection.faults.COMPARED_ROWS", 100)
     tracemalloc.start()
     texts = Texts(rows)
     _, peak = tracemalloc.get_traced_memory()

@@ -26,7 +26,6 @@ from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER
 from trl.models.switches import holding
 from trl.scripts.inspection import faults
 from trl.scripts.inspection.faults import Fault
-from trl.scripts.inspection.texts import Texts
 from trl.scripts.inspection.tokens import ShownRow, shown_rows
 from trl.scripts.messages import Trainer
 from trl.scripts.pages import Bar, bars
@@ -71,37 +70,36 @@ def inspect_data(options: Namespace, inputs: tuple) -> Inspection:
         raise ValueError("--answers needs the --reward_funcs that are tried on them (grpo, rloo and other methods).")
     text_field = getattr(args, "dataset_text_field", "text")
     with TemporaryDirectory() as args.output_dir, holding(logging.lastResort, "level", logging.ERROR):
-        trainer, context = stand_in_trainer(method, sets, inputs)
+        trainer = stand_in_trainer(method, sets, inputs)
         reports = getattr(trainer._sets, "reports", {})
         lengths = sequence_lengths(trainer.train_dataset, trainer._sets.settings)
         shown = shown_rows(trainer, train, options.shown, text_field)
+    context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
     tokenizer = text_tokenizer(trainer.processing_class)
     figures = figures_of(trainer, len(train), lengths, context)
     figures |= dict(report.summary().split(": ", 1) for report in reports.values())
-    rewards = dict[str, np.ndarray]()
-    if options.answers and functions:
-        rewards = scored(functions, train.select(range(min(len(train), SCORED_ROWS))), options.answers)
-    elif functions:
-        figures["rewards"] = f"not tried: name the column with answers, --answers COLUMN, one of {', '.join(columns)}"
-    histograms = {"Tokens of a sequence": histogram(lengths, "tokens")}
-    for name, values in rewards.items():
-        if values.size:
-            histograms[f"Rewards of {name}"] = histogram(values, "reward")
-            figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
     if find_spec("datasketch") is None:
         figures["near duplicates"] = "not searched: pip install datasketch"
+    histograms = {"Tokens of a sequence": histogram(lengths, "tokens")}
     longer = np.flatnonzero(lengths > (context or np.inf))
-    texts, others = (Texts(sets.get(name, train.select([])), text_field) for name in ("train", "eval"))
     counted = [
         *faults.report_faults(reports.get("train", PreparationReport())),
         *faults.of_rows("rows longer than the context", longer, len(lengths), context),
         *faults.prompt_faults(shown if method == "sft" else []),
         *faults.label_faults(train, method),
-        *faults.text_faults(texts, others, tokenizer),
-        *faults.reward_faults(rewards, min(len(train), SCORED_ROWS)),
+        *faults.text_faults(sets, text_field, tokenizer),
     ]
-    title = f"{script_args.dataset_name} for {method}"
-    return Inspection(title, figures, histograms, tokenizer, counted, shown)
+    if options.answers and functions:
+        answered = first_rows(train, SCORED_ROWS)
+        for name, values in scored(functions, answered, options.answers).items():
+            if np.unique(values).size < 2:
+                counted += faults.of_rows("constant rewards", None, len(answered), name)
+            if values.size:
+                histograms[f"Rewards of {name}"] = histogram(values, "reward")
+                figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
+    elif functions:
+        figures["rewards"] = f"not tried: name the column with answers, --answers COLUMN, one of {', '.join(columns)}"
+    return Inspection(f"{script_args.dataset_name} for {method}", figures, histograms, tokenizer, counted, shown)
 
 
 def load_rows(inputs: tuple) -> dict[str, Dataset | IterableDataset]:
@@ -121,8 +119,8 @@ def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
-def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: tuple) -> tuple[Trainer, int | None]:
-    """The trainer of a method around a model without its weights, and the model's context in tokens."""
+def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: tuple) -> Trainer:
+    """The trainer of a method around a model without its weights."""
     script_args, args, model_args, _ = inputs
     path, remote = str(model_args.model_name_or_path), {"trust_remote_code": model_args.trust_remote_code}
     source = {"revision": model_args.model_revision, **remote}
@@ -132,12 +130,11 @@ def stand_in_trainer(method: str, sets: dict[str, Dataset], inputs: tuple) -> tu
     vars(args).update(LEFT_OUT)
     online = hasattr(script_args, "reward_funcs")
     module = import_module(f"{COMMANDS[method].package}.{method.replace('-', '_')}_trainer")
-    trainer = getattr(module, f"{COMMANDS[method].prefix}Trainer")(
+    return getattr(module, f"{COMMANDS[method].prefix}Trainer")(
         blank_model(kind, config, **remote), args=args, processing_class=load_processing_class(path, **source),
         train_dataset=sets["train"], eval_dataset=sets.get("eval"),
         **({"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if online else {}),
     )  # fmt: skip
-    return trainer, getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def blank_model(kind: type, config: PretrainedConfig, **remote: bool) -> PreTrainedModel:

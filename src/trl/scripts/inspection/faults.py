@@ -1,20 +1,33 @@
 """The faults of a data set that cost runs: what is cut, dropped, repeated, leaked, empty, or says nothing."""
 
+import re
+import unicodedata
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.pipeline import SHOWN_ROWS, PreparationReport
-from trl.scripts.inspection.texts import Texts, near_rows
-from trl.scripts.inspection.tokens import ShownRow
+from trl.scripts.inspection.tokens import ShownRow, row_parts
 
+BLOCK_ROWS = 1_000
+COMPARED_ROWS = 5_000  # whose texts are compared for near duplicates
+SCRIPT_WORDS = 200  # that are kept of a script
+WORDS, LEAST_WORDS = 3, 20  # in a shingle; in a text that is compared
+ALIKE = 0.85  # the share of the shingles of two texts that both have
 LOST = 0.5  # the share of bytes and unknown tokens above which a script is lost
 LABELS = {"kto": "label", "bco": "label", "prm": "labels"}  # columns
+
+
+Compared = tuple[int, frozenset[bytes]]
+"""The number of a row, and its shingles."""
 
 
 class Fault(NamedTuple):
@@ -40,8 +53,8 @@ TEXT = {
     "cut rows": "tokens beyond the limit of length are removed. Raise max_length, or split these rows.",
     "rows longer than the context": "the model was made for {} tokens. Set max_length to at most that.",
     "one label": "all labels are alike, so there is nothing to learn from. Add rows with the other label.",
-    "constant rewards": "{} gives every answer {:g}. A reward that never differs trains nothing.",
-    "failing rewards": "{} gives no reward. Check that it reads this answer's form.",
+    "constant rewards": "{} gives every answer the same reward, or none, which trains nothing. Check that it reads "
+    "answers of this form.",
 }
 
 
@@ -51,8 +64,9 @@ def of_rows(name: str, rows: Sequence[int] | np.ndarray | None, total: int, *val
     return [Fault(name, count, total, first, TEXT[name].format(*values))] if count else []
 
 
-def text_faults(train: Texts, evaluation: Texts, tokenizer: PreTrainedTokenizerBase) -> list[Fault]:
+def text_faults(sets: Mapping[str, Dataset], text_field: str, tokenizer: PreTrainedTokenizerBase) -> list[Fault]:
     """Repeated and empty texts, those of the evaluation set, and scripts that the tokenizer cannot write."""
+    train, evaluation = (Texts(sets.get(name, sets["train"].select([])), text_field) for name in ("train", "eval"))
     total, is_leaked = len(train.keys), train.is_first & np.isin(train.keys, evaluation.keys)
     faults = of_rows("exact duplicates", np.flatnonzero(~train.is_first), total)
     faults += of_rows("empty answers", np.flatnonzero(train.is_empty), total)
@@ -106,12 +120,70 @@ def label_faults(dataset: Dataset, method: str) -> list[Fault]:
     return of_rows("one label", None, len(dataset)) if len(kinds) == 1 < len(dataset) else []
 
 
-def reward_faults(rewards: Mapping[str, np.ndarray], total: int) -> list[Fault]:
-    """Reward functions that never differ over the answers, or give none."""
-    faults: list[Fault] = []
-    for name, values in rewards.items():
-        if not values.size:
-            faults += of_rows("failing rewards", None, total, name)
-        elif values.size > 1 and np.ptp(values) == 0:
-            faults += of_rows("constant rewards", None, total, name, values[0])
-    return faults
+class Texts:
+    """What the texts of a set's rows show, in a few bytes for each row.
+
+    `keys` `(rows,)` are equal for exact duplicates, of which `is_first` marks the first; `is_empty` marks rows with an
+    empty answer, `scripts` those with letters of a script, of which some `words` are kept. `COMPARED_ROWS` of the first
+    ones, evenly spaced, are `compared`.
+    """
+
+    def __init__(self, dataset: Dataset, text_field: str = "text") -> None:
+        """Read all rows, a block at a time."""
+        total, compared = len(dataset), list[Compared]()
+        self.keys, self.is_empty, self.is_first = np.empty(total, np.uint64), *np.zeros((2, total), bool)
+        self.scripts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(total, bool))
+        self.words: defaultdict[str, list[str]] = defaultdict(list)
+        blocks = map(dict, dataset.iter(BLOCK_ROWS))
+        rows = (dict(zip(block, row, strict=True)) for block in blocks for row in zip(*block.values(), strict=True))
+        for number, row in enumerate(rows):
+            parts = row_parts(row, text_field)
+            said = [part[:3] for part in parts] or row.get("input_ids") or row
+            self.keys[number] = xxhash.xxh3_64_intdigest(repr(said).encode())
+            self.is_empty[number] = any(part.is_answer and not part.text.strip() for part in parts)
+            text = " ".join(part.text for part in parts)
+            if number % -(-total // COMPARED_ROWS) == 0:
+                compared.append((number, shingles(text)))
+            for script in set(map(script_of, set(text))) - {""}:
+                self.scripts[script][number] = True
+                if len(self.words[script]) < SCRIPT_WORDS:
+                    self.words[script] += ["".join(run) for kind, run in groupby(text, script_of) if kind == script]
+        self.is_first[np.unique(self.keys, return_index=True)[1]] = True
+        self.compared = [row for row in compared if self.is_first[row[0]]]
+
+
+@cache
+def script_of(character: str) -> str:
+    """The script of a letter, the first word of its Unicode name: LATIN, CYRILLIC, CJK; "" of others."""
+    return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
+
+
+def shingles(text: str) -> frozenset[bytes]:
+    """The runs of three words of a text, in lower case, without punctuation; none of a short one."""
+    words = re.findall(r"\w+", text.lower())
+    runs = zip(*(words[at:] for at in range(WORDS)), strict=False) if len(words) >= LEAST_WORDS else ()
+    return frozenset(" ".join(run).encode() for run in runs)
+
+
+def near_rows(rows: Sequence[Compared], others: Sequence[Compared]) -> tuple[list[int], list[int]]:
+    """The rows of which `ALIKE` of the shingles are those of an earlier row, and those with one of the `others`.
+
+    MinHash, then the exact share. Raises: ImportError without datasketch. A. Z. Broder, On the resemblance and
+    containment of documents, 1997.
+    """
+    from datasketch import MinHash, MinHashLSH
+
+    index, sets = MinHashLSH(threshold=0.7, num_perm=64), [*others, *rows]
+    repeated, leaked = list[int](), list[int]()
+    for at, (number, parts) in enumerate(sets):
+        if not parts:
+            continue
+        sketch = MinHash(num_perm=64, seed=1)
+        sketch.update_batch(list(parts))
+        places: list[int] = index.query(sketch)  # type: ignore[assignment]
+        near = [place for place in places if len(parts & sets[place][1]) >= ALIKE * len(parts | sets[place][1])]
+        index.insert(at, sketch)
+        if at >= len(others):
+            repeated += [number] * (max(near, default=-1) >= len(others))
+            leaked += [number] * (min(near, default=at) < len(others))
+    return repeated, leaked

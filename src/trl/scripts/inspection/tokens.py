@@ -1,21 +1,34 @@
-"""Rows with what training does to each token."""
+"""Rows with what training does to each token, and the texts that a user wrote."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.pipeline import Preparation, PreparationReport
+from trl.data.formats import Row, RowDict, maybe_convert_to_chatml
+from trl.data.pipeline import PreparationReport
 from trl.data.prepared_sets import PreparedSets
 from trl.data.rendering import text_tokenizer
-from trl.scripts.inspection.texts import Part, row_parts
+from trl.rewards.ready_made import content_of
 from trl.scripts.messages import Shown, Trainer, sequences
 
-UNLIMITED = dict.fromkeys(("max_length", "max_prompt_length", "max_completion_length"))
+TEXTS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "completions")
+ANSWERED = ("messages", "completion", "chosen", "rejected")  # whose last text is an answer
+ROW_BY_ROW = {"packing": False, "num_proc": None}
+UNLIMITED = {**ROW_BY_ROW, "max_length": None, "max_prompt_length": None, "max_completion_length": None}
+
+
+class Part(NamedTuple):
+    """A text of a row: its column, the role that says it ("prompt" or "text" without one), and if it is an answer."""
+
+    column: str
+    role: str
+    text: str
+    is_answer: bool
 
 
 class Token(NamedTuple):
@@ -31,17 +44,38 @@ ShownRow = tuple[int, dict[str, list[Token]]]
 """The number of a row, and its sequences of tokens by title."""
 
 
+def row_parts(row: Row, text_field: str = "text") -> list[Part]:
+    """The texts of a row, of messages and without. Rows of tokens have none."""
+    parts = list[Part]()
+    columns: RowDict = dict(maybe_convert_to_chatml(dict(row)))
+    for column in (name for name in columns if name in TEXTS or name == text_field):
+        values = columns[column] if isinstance(columns[column], list) else [columns[column]]
+        turns = [{"content": x} if isinstance(x, str) else x for x in values if isinstance(x, (str, dict))]
+        for place, turn in enumerate(turns, start=1):
+            role = turn.get("role") or ("prompt" if column == "prompt" else "text")
+            is_last = column in ANSWERED and place == len(turns) and not turn.get("tool_calls")
+            parts.append(Part(column, role, content_of([turn]), is_last and role in ("assistant", "text")))
+    return parts
+
+
 def shown_rows(trainer: Trainer, rows: Dataset, count: int, text_field: str) -> list[ShownRow]:
-    """`count` rows, evenly spaced, with what training does to each token."""
+    """`count` rows, evenly spaced, with what training does to each token; without dropped ones."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, num=min(count, len(rows))).astype(int)).tolist()
     tokenizer, shown = text_tokenizer(trainer.processing_class), list[ShownRow]()
     for number, row, whole in prepared_rows(trainer, rows, numbers):
         parts, tokens = row_parts(rows[number], text_field), dict[str, list[Token]]()
-        titles, ids = {sequence.title for sequence in row}, {sequence.title: sequence.ids for sequence in whole}
-        for sequence in row:
-            name = sequence.title.rpartition("_")[2]  # of "rejected_prompt", which is there where prompts are cut
+        titles, whole_ids = {sequence.title for sequence in row}, {sequence.title: sequence.ids for sequence in whole}
+        for title, ids, states in row:
+            name = title.rpartition("_")[2]  # of "rejected_prompt", which is there where prompts are cut
+            all_ids = whole_ids.get(title) or whole_ids[name]
+            cut = len(all_ids) - len(ids)
+            before = 0 if all_ids[: len(ids)] == ids else cut
+            if all_ids[before : before + len(ids)] == ids:
+                ids, states = all_ids, [*["cut"] * before, *states, *["cut"] * (cut - before)]
             texts = [part for part in parts if part.column == name or part.column not in titles]
-            tokens[sequence.title] = shown_tokens(sequence, ids.get(sequence.title) or ids[name], texts, tokenizer)
+            pieces = texts_of(ids, tokenizer)
+            roles = piece_roles(pieces, texts) if texts else ["text"] * len(ids)
+            tokens[title] = list(map(Token, ids, pieces, states, roles))
         shown.append((number, tokens))
     return shown
 
@@ -51,41 +85,19 @@ def prepared_rows(
 ) -> Iterator[tuple[int, list[Shown], list[Shown]]]:
     """The numbers of rows, their sequences in training, and those without limits of length; without dropped rows."""
     sets, sample = trainer._sets, rows.select(numbers)
-    if isinstance(sets, PreparedSets):
-        settings = changed(sets.train_settings or sets.settings, packing=False, num_proc=None)
-        tables = []
-        for limited in (settings, changed(settings, **UNLIMITED)):
-            kind = limited.row_kind(sample, sample[0], sets.processing_class, "train")
-            tables.append(limited.finished(kind.map(sample), kind, PreparationReport()))
-        for place, (row, whole) in enumerate(zip(*tables, strict=True)):
-            if not row.get("untrained_rows") or "report" in settings.policies:
-                yield numbers[row.get("row", place)], sequences(trainer, row), sequences(trainer, whole)
-    else:
+    if not isinstance(sets, PreparedSets):  # of prompts
         for number in numbers:
-            shown = sequences(trainer, trainer.train_dataset[number])
-            yield number, shown, shown
-
-
-def changed(settings: Preparation, **values: object) -> Preparation:
-    """The settings with other values of those fields that they have."""
-    return replace(settings, **{name: value for name, value in values.items() if hasattr(settings, name)})
-
-
-def shown_tokens(
-    sequence: Shown, whole: list[int], parts: Sequence[Part], tokenizer: PreTrainedTokenizerBase
-) -> list[Token]:
-    """The tokens of a sequence of a prepared row; `whole`: those of the row without limits of length."""
-    _, ids, states = sequence
-    for before in (0, len(whole) - len(ids)):
-        if len(ids) < len(whole) and whole[before : before + len(ids)] == ids:
-            after = len(whole) - len(ids) - before
-            ids, states = whole, [*["cut"] * before, *states, *["cut"] * after]
-    pieces, special = texts_of(ids, tokenizer), set(tokenizer.all_special_ids)
-    roles = piece_roles(pieces, parts) if parts else ["text"] * len(ids)
-    return [
-        Token(token, piece, state, None if token in special else role)
-        for token, piece, state, role in zip(ids, pieces, states, roles, strict=True)
-    ]
+            prompt = sequences(trainer, trainer.train_dataset[number])
+            yield number, prompt, prompt
+        return
+    settings, tables = sets.train_settings or sets.settings, list[Any]()
+    for options in (ROW_BY_ROW, UNLIMITED):
+        changed = replace(settings, **{name: options[name] for name in options.keys() & vars(settings)})
+        kind = changed.row_kind(sample, sample[0], sets.processing_class, "train")
+        tables.append(changed.finished(kind.map(sample), kind, PreparationReport()))
+    for place, (row, whole) in enumerate(zip(*tables, strict=True)):
+        if not row.get("untrained_rows") or "report" in settings.policies:
+            yield numbers[row.get("row", place)], sequences(trainer, row), sequences(trainer, whole)
 
 
 def texts_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -104,9 +116,8 @@ def piece_roles(pieces: Sequence[str], parts: Sequence[Part]) -> list[str | None
     text, start = "".join(pieces), 0
     roles: list[str | None] = [None] * len(text)  # of characters
     for part in parts:
-        content = part.text if text.find(part.text, start) >= 0 else part.text.strip()  # as templates do
-        place = text.find(content, start) if content else -1
-        if place >= 0:
+        content = part.text.strip()  # as templates do
+        if (place := text.find(content, start)) >= 0:
             start = place + len(content)
             roles[place:start] = [part.role] * len(content)
     ends = list(accumulate(map(len, pieces), initial=0))
