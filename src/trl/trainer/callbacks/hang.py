@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 STATUS = 124  # of a process that ended for it, as of `timeout`
-GRACE = 5.0  # seconds in which the other processes write, too
+GRACE = 5.0  # seconds without another process that writes, too
 STACKS = "stacks.txt"
 
 
@@ -70,6 +70,10 @@ class EndsHangs(TrainerCallback):
             os.write(file, "".join(parts).encode())  # in one call: the stacks of another process come before or after
             print(f"No progress for {self._seconds:g} s (hang_timeout): {place} ends. Stacks: {path}", file=sys.stderr)
             sys.stderr.flush()
-            time.sleep(GRACE)
+            size, end = 0, time.monotonic() + GRACE
+            while time.monotonic() < end:  # all end together: one alone would end others with an error
+                if path.stat().st_size != size:
+                    size, end = path.stat().st_size, time.monotonic() + GRACE
+                time.sleep(0.05)
         finally:
             os._exit(STATUS)
