@@ -268,7 +268,9 @@ def test_rows_that_lose_a_completion_are_left_out_and_counted(caplog: pytest.Log
         rows, report = prepare([short, TOKENS], streaming=streaming, **limits)
         assert [row["prompt_input_ids"] for row in rows] == [[5]]
         assert (report.rows, report.untrained_rows, report.dropped_rows, report.tokens) == (2, 1, 1, 3)
-        assert caplog.text.count("in 1 of 2 rows (first: [1]) no trained token is left") == 1
+        assert (
+            caplog.text.count("in 1 of 2 rows (first: [1]) no trained token is left, so they are dropped. Raise") == 1
+        )
         with pytest.raises(ValueError, match=r"row 1, column 'chosen_input_ids': truncation .* leaves no"):
             prepare([short, TOKENS], streaming=streaming, untrained_rows="error", **limits)
         with pytest.raises(ValueError, match="rows are"):
@@ -382,7 +384,12 @@ def test_rows_longer_than_max_length_are_left_out_of_reward_data(caplog: pytest.
         assert len(list(rows)) == 2
         assert (report.rows, report.untrained_rows, report.dropped_rows) == (3, 1, 1)
         assert "1 untrained rows, 1 dropped rows" in report.summary()
-        assert caplog.text.count("in 1 of 3 rows (first: [0]) a sequence has more than max_length tokens") == 1
+        assert (
+            caplog.text.count(
+                "in 1 of 3 rows (first: [0]) a sequence has more than max_length tokens, so they are dropped. Raise"
+            )
+            == 1
+        )
         with pytest.raises(ValueError, match=r"rejected_input_ids' has more than max_length 4 tokens.*rows are"):
             prepare_reward([SKY, short], max_length=4, streaming=streaming)
         with pytest.raises(ValueError, match="row 0, column 'chosen_input_ids': this sequence or the one in"):

@@ -44,7 +44,7 @@ def test_report_counts_truncation_and_untrained_rows(caplog: pytest.LogCaptureFi
     assert (report.rows, report.truncated_rows, report.removed_tokens) == (3, 2, removed)
     assert report.tokens == sum(lengths) - removed == sum(len(ids) for ids in rows["input_ids"])
     assert (report.untrained_rows, report.dropped_rows) == (1, 0)
-    assert "in 1 of 3 rows (first: [1]) no trained token is left" in caplog.text
+    assert "in 1 of 3 rows (first: [1]) no trained token is left. Raise max_length" in caplog.text
     assert report.summary() == (
         f"train dataset: 3 rows, {report.tokens} tokens, 2 truncated rows, {removed} removed tokens, 1 untrained rows"
     )

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_image
-from trl.data.pipeline import PreparationReport
+from trl.data.pipeline import Counting, PreparationReport, RowKind
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, Inspection, blank_model, first_rows, histogram
 from trl.scripts.inspection.faults import Texts, near_rows, report_faults, shingles
@@ -313,7 +313,10 @@ def test_characters_of_several_tokens_belong_to_their_text():
 
 
 def test_a_row_with_two_faulty_sequences_is_named_once():
-    report = PreparationReport("train", 3, untrained_rows=3, first={"untrained_rows": [0, 0, 1]})
+    report, none = PreparationReport("train"), np.zeros(4, int)
+    numbers = {"row": np.array([0, 0, 1, 2]), "tokens": none + 1, "removed_tokens": none}
+    numbers["untrained_rows"] = np.array([1, 1, 1, 0])
+    Counting(RowKind, report, "report").tally(numbers, is_whole=False)
     (fault,) = report_faults(report)
     assert (fault.count, fault.rows) == (3, [0, 1])
 

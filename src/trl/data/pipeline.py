@@ -33,8 +33,7 @@ SHOWN_ROWS = 3
 WARNINGS: Mapping[str, str] = {
     "removed_steps": "labelled steps were cut off and are not trained. Raise max_length or max_completion_length, or "
     "lower max_prompt_length.",
-    "untrained_rows": "no trained token is left; {0.dropped_rows} of them were dropped. Raise max_length, shorten the "
-    "prompts, or filter these rows.",
+    "untrained_rows": "no trained token is left{}. Raise max_length, shorten the prompts, or filter these rows.",
     "unstopped_rows": "a turn ends without a stop token, so the model does not learn to stop there. Put the token "
     "inside the template's generation marks, or add one to the template.",
     "shifted_rows": "a token reaches over the end of the prompt, or of a turn; it is trained. Let prompts end before a "
@@ -138,13 +137,17 @@ class PreparationReport:
 
     def warn(self) -> None:
         """Log a warning for each count that needs a user's attention, once."""
-        for name, text in self.warnings.items():
+        for name in self.warnings:
             count = getattr(self, name)
             if count and name not in self.warned:
                 self.warned.append(name)
                 rows = f"in {count} of {self.rows} rows (first: {self.first[name]})"
                 what = str(count) if name.startswith("removed_") else rows
-                logger.warning("%s dataset: %s %s", self.dataset_name, what, text.format(self))
+                logger.warning("%s dataset: %s %s", self.dataset_name, what, self.warning(name))
+
+    def warning(self, name: str) -> str:
+        """The warning of a count."""
+        return self.warnings[name].format(", so they are dropped" if self.dropped_rows else "")
 
 
 class Vocabulary(NamedTuple):
@@ -365,6 +368,6 @@ class Counting:
             values = numbers[name]
             setattr(report, name, getattr(report, name) + int(values.sum()))
             if values.any():
-                rows = numbers["row"][values > 0][:SHOWN_ROWS].tolist()
+                rows = np.unique(numbers["row"][values > 0])[:SHOWN_ROWS].tolist()  # one may become two
                 report.first[name] = [*report.first.get(name, []), *rows][:SHOWN_ROWS]
         return kept

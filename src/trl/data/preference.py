@@ -185,8 +185,7 @@ class RewardTokenizer(PairTokenizer):
     given_numbers = ("margin",)
     warnings: ClassVar[Mapping[str, str]] = {
         **WARNINGS,
-        "untrained_rows": "a sequence has more than max_length tokens; {0.dropped_rows} of them were dropped. Raise "
-        "max_length to train on them.",
+        "untrained_rows": "a sequence has more than max_length tokens{}. Raise max_length to train on them.",
     }
 
     def _cut(self, tokens: Tokens) -> RowDict:

@@ -94,13 +94,14 @@ def lost_share(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, leas
 
 def report_faults(report: PreparationReport) -> list[Fault]:
     """The counts of a preparation that need attention, with the warning that training gives."""
-    first = {name: [*dict.fromkeys(rows)] for name, rows in report.first.items()}  # of which a row may have two
     faults = [
-        Fault(name.replace("_", " "), count, report.rows, first.get(name, []), text.format(report))
-        for name, text in report.warnings.items() if (count := getattr(report, name))
+        Fault(name.replace("_", " "), count, report.rows, report.first[name], report.warning(name))
+        for name in report.warnings if (count := getattr(report, name))
     ]  # fmt: skip
-    cut = Fault("cut rows", report.truncated_rows, report.rows, first.get("removed_tokens", []), TEXT["cut rows"])
-    return [*faults, cut] if cut.count else faults
+    if report.truncated_rows:
+        rows = report.first["removed_tokens"]
+        faults.append(Fault("cut rows", report.truncated_rows, report.rows, rows, TEXT["cut rows"]))
+    return faults
 
 
 def prompt_faults(rows: Sequence[ShownRow]) -> list[Fault]:
