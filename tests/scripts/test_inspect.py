@@ -18,7 +18,7 @@ from trl.data.pipeline import Counting, PreparationReport, RowKind
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, Inspection, blank_model, first_rows, histogram
 from trl.scripts.inspection.faults import Texts, near_rows, report_faults, shingles
-from trl.scripts.inspection.tokens import Part, Token, piece_roles, row_parts, texts_of
+from trl.scripts.inspection.tokens import Part, TokenSequence, piece_roles, row_parts, texts_of
 from trl.scripts.pages import render
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -244,7 +244,7 @@ def test_without_the_library_near_duplicates_are_not_searched(run, monkeypatch):
 
 
 def numbered(*texts, start=0):
-    return [(number, shingles(text)) for number, text in enumerate(texts, start)]
+    return {number: shingles(text) for number, text in enumerate(texts, start)}
 
 
 def test_near_duplicates_are_those_with_most_shingles():
@@ -252,7 +252,7 @@ def test_near_duplicates_are_those_with_most_shingles():
     turned = " ".join(LONG.split()[12:] + LONG.split()[:12])
     rows = numbered(f"{LONG} indeed", turned, "Look up.", start=2)
     assert near_rows(rows, others) == ([], [2])  # 21 of 22 shingles are shared; 19 of 23 of row 3
-    assert near_rows(others, []) == near_rows(rows, []) == ([], []) and near_rows([*others, *rows], []) == ([2], [])
+    assert near_rows(others, {}) == near_rows(rows, {}) == ([], []) and near_rows({**others, **rows}, {}) == ([2], [])
 
 
 def test_roles_of_pieces_follow_the_texts():
@@ -273,9 +273,9 @@ def test_histograms_count_every_number():
 
 
 def test_the_page_shows_the_ends_of_long_sequences():
-    tokens = [Token(number, f"<{number}>", "masked", None) for number in range(700)]
-    inspection = Inspection("sky", {}, {}, tiny_tokenizer(), [], [(3, {"text": tokens})])
-    page = render("trl.scripts.inspection", "page.html", inspection=inspection)
+    sequence = TokenSequence("text", [*range(700)], ["masked"] * 700, ["a"] * 700, [None] * 700)
+    inspection = Inspection("sky", {}, {}, tiny_tokenizer(), [], [(3, [sequence])])
+    page = render("trl.scripts.inspection", "page.html", inspection=inspection, zip=zip)
     ids = [int(number) for number in re.findall(r"title='(\d+):", page)]
     assert ids == [*range(300), *range(400, 700)] and "> … 100 tokens … <" in page and "text: 700 tokens" in page
 

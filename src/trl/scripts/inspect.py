@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(parser.prog, error)
     print_inspection(inspection)
     if options.html is not None:
-        page = render("trl.scripts.inspection", "page.html", inspection=inspection)
+        page = render("trl.scripts.inspection", "page.html", inspection=inspection, zip=zip)
         options.html.write_text(page, encoding="utf-8")
         print(f"Written: {options.html}")
     return int(options.strict and bool(inspection.faults))
@@ -70,17 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_inspection(inspection: "Inspection", *, rows: int = 2) -> None:
     """Print the numbers, the first rows and the faults."""
     from trl.reporting.tables import open_console
-    from trl.scripts.messages import Shown, rendered
+    from trl.scripts.messages import Shown, print_rows
 
     console = open_console(highlight=False, soft_wrap=True)
-    width = max(map(len, inspection.figures))
-    for name, value in inspection.figures.items():
-        console.print(f"  {name:<{width}}  {value}", markup=False)
-    for number, sequences in inspection.shown[:rows]:
-        console.print(f"\nRow {number}", style="bold")
-        for title, tokens in sequences.items():
-            shown = Shown(title, [token.id for token in tokens], [token.state for token in tokens])
-            console.print(rendered(inspection.tokenizer, shown, colour=console.is_terminal))
+    shown = [(number, [Shown(*sequence[:3]) for sequence in row]) for number, row in inspection.shown[:rows]]
+    print_rows(console, inspection.figures, shown, inspection.tokenizer)
     for fault in inspection.faults:
         first = f" (first: {', '.join(map(str, fault.rows))})" if fault.rows else ""
         console.print(f"\n{fault.name}: {fault.count:,} of {fault.of:,} rows{first}", style="bold red", markup=False)

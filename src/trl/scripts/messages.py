@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from rich.console import Console
 from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
@@ -48,13 +49,8 @@ def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: b
     if trainer.accelerator.is_main_process:
         console = open_console(highlight=False, soft_wrap=True)
         console.print("Settings that differ from their defaults", style="bold")
-        width = max(map(len, settings), default=0)
-        for name, value in settings.items():
-            console.print(f"  {name:<{width}}  {value}", markup=False)
-        for number, row in enumerate(itertools.islice(iter(trainer.train_dataset), 2)):
-            console.print(f"\nRow {number}", style="bold")
-            for sequence in sequences(trainer, row):
-                console.print(rendered(trainer.processing_class, sequence, colour=console.is_terminal))
+        rows = (sequences(trainer, row) for row in itertools.islice(iter(trainer.train_dataset), 2))
+        print_rows(console, settings, enumerate(rows), trainer.processing_class)
         console.print("\nMemory of one process, unsharded and without activations", style="bold")
         parts = memory(trainer)
         for name, size in {**parts, "together": sum(parts.values())}.items():
@@ -67,8 +63,22 @@ def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: b
     trainer.accelerator.end_training()
 
 
-def sequences(trainer: Trainer, row: Fields, collator: Any = None) -> list[Shown]:
-    """The token sequences of a prepared row; rows with images are made by the trainer's collator or another one."""
+def print_rows(
+    console: Console, values: Mapping[str, object], rows: Iterable[tuple[int, list[Shown]]],
+    processing_class: ProcessingClass,
+) -> None:  # fmt: skip
+    """Print values by name, and rows by number: their sequences of tokens."""
+    width = max(map(len, values), default=0)
+    for name, value in values.items():
+        console.print(f"  {name:<{width}}  {value}", markup=False)
+    for number, row in rows:
+        console.print(f"\nRow {number}", style="bold")
+        for sequence in row:
+            console.print(rendered(processing_class, sequence, colour=console.is_terminal))
+
+
+def sequences(trainer: Trainer, row: Fields) -> list[Shown]:
+    """The token sequences of a prepared row."""
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:
         title = {name: name.removesuffix("_input_ids") for name in parts}
@@ -78,7 +88,7 @@ def sequences(trainer: Trainer, row: Fields, collator: Any = None) -> list[Shown
     if "input_ids" not in row and not with_images:
         return []
     images = image_tokens(trainer.processing_class, None) if with_images else ()
-    batch = (collator or trainer.data_collator)([row])
+    batch = trainer.data_collator([row])
     if "labels" not in batch:  # a prompt: the completions that are trained do not exist yet
         return [Shown("prompt", ids := list(row["input_ids"]), _states([False] * len(ids), ids, images))]
     titles = SIDES if len(batch["input_ids"]) > 1 else ("text",)

@@ -24,10 +24,7 @@ WORDS, LEAST_WORDS = 3, 20  # in a shingle; in a text that is compared
 ALIKE = 0.85  # the share of the shingles of two texts that both have
 LOST = 0.5  # the share of bytes and unknown tokens above which a script is lost
 LABELS = {"kto": "label", "bco": "label", "prm": "labels"}  # columns
-
-
-Compared = tuple[int, frozenset[bytes]]
-"""The number of a row, and its shingles."""
+Shingles = Mapping[int, frozenset[bytes]]  # by row
 
 
 class Fault(NamedTuple):
@@ -106,11 +103,9 @@ def report_faults(report: PreparationReport) -> list[Fault]:
 
 def prompt_faults(rows: Sequence[ShownRow]) -> list[Fault]:
     """Words of others than the assistant that are trained, in the rows that are shown."""
-    trained = {
-        number for number, sequences in rows for token in chain.from_iterable(sequences.values())
-        if token.state == "trained" and token.role in ("user", "system", "tool", "prompt")
-    }  # fmt: skip
-    return of_rows("trained prompts", sorted(trained), len(rows))
+    others = {("trained", role) for role in ("user", "system", "tool", "prompt")}
+    pairs = {number: {pair for x in row for pair in zip(x.states, x.roles, strict=True)} for number, row in rows}
+    return of_rows("trained prompts", [number for number in pairs if others & pairs[number]], len(rows))
 
 
 def label_faults(dataset: Dataset, method: str) -> list[Fault]:
@@ -131,7 +126,7 @@ class Texts:
 
     def __init__(self, dataset: Dataset, text_field: str = "text") -> None:
         """Read all rows, a block at a time."""
-        total, compared = len(dataset), list[Compared]()
+        total, compared = len(dataset), dict[int, frozenset[bytes]]()
         self.keys, self.is_empty, self.is_first = np.empty(total, np.uint64), *np.zeros((2, total), bool)
         self.scripts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(total, bool))
         self.words: defaultdict[str, list[str]] = defaultdict(list)
@@ -144,13 +139,13 @@ class Texts:
             self.is_empty[number] = any(part.is_answer and not part.text.strip() for part in parts)
             text = " ".join(part.text for part in parts)
             if number % -(-total // COMPARED_ROWS) == 0:
-                compared.append((number, shingles(text)))
+                compared[number] = shingles(text)
             for script in set(map(script_of, set(text))) - {""}:
                 self.scripts[script][number] = True
                 if len(self.words[script]) < SCRIPT_WORDS:
                     self.words[script] += ["".join(run) for kind, run in groupby(text, script_of) if kind == script]
         self.is_first[np.unique(self.keys, return_index=True)[1]] = True
-        self.compared = [row for row in compared if self.is_first[row[0]]]
+        self.compared = {number: runs for number, runs in compared.items() if self.is_first[number]}
 
 
 @cache
@@ -166,7 +161,7 @@ def shingles(text: str) -> frozenset[bytes]:
     return frozenset(" ".join(run).encode() for run in runs)
 
 
-def near_rows(rows: Sequence[Compared], others: Sequence[Compared]) -> tuple[list[int], list[int]]:
+def near_rows(rows: Shingles, others: Shingles) -> tuple[list[int], list[int]]:
     """The rows of which `ALIKE` of the shingles are those of an earlier row, and those with one of the `others`.
 
     MinHash, then the exact share. Raises: ImportError without datasketch. A. Z. Broder, On the resemblance and
@@ -174,7 +169,7 @@ def near_rows(rows: Sequence[Compared], others: Sequence[Compared]) -> tuple[lis
     """
     from datasketch import MinHash, MinHashLSH
 
-    index, sets = MinHashLSH(threshold=0.7, num_perm=64), [*others, *rows]
+    index, sets = MinHashLSH(threshold=0.7, num_perm=64), [*others.items(), *rows.items()]
     repeated, leaked = list[int](), list[int]()
     for at, (number, parts) in enumerate(sets):
         if not parts:

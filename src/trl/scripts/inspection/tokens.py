@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from trl.data.formats import Row, RowDict, maybe_convert_to_chatml
 from trl.data.pipeline import PreparationReport
 from trl.data.prepared_sets import PreparedSets
-from trl.data.rendering import text_tokenizer
+from trl.data.rendering import Fields, text_tokenizer
 from trl.rewards.ready_made import content_of
-from trl.scripts.messages import Shown, Trainer, sequences
+from trl.scripts.messages import Trainer, sequences
 
 TEXTS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "completions")
 ANSWERED = ("messages", "completion", "chosen", "rejected")  # whose last text is an answer
@@ -31,17 +31,18 @@ class Part(NamedTuple):
     is_answer: bool
 
 
-class Token(NamedTuple):
-    """A token; `state` is "trained", "masked" or "cut", `role` that of its text (None: of the template)."""
+class TokenSequence(NamedTuple):
+    """A sequence of a row. `states`: "trained", "masked" or "cut"; `roles`: those of texts (None: of the template)."""
 
-    id: int
-    text: str
-    state: str
-    role: str | None
+    title: str
+    ids: list[int]
+    states: list[str]
+    texts: list[str]
+    roles: Sequence[str | None]
 
 
-ShownRow = tuple[int, dict[str, list[Token]]]
-"""The number of a row, and its sequences of tokens by title."""
+ShownRow = tuple[int, list[TokenSequence]]
+"""The number of a row, and its sequences of tokens."""
 
 
 def row_parts(row: Row, text_field: str = "text") -> list[Part]:
@@ -62,8 +63,9 @@ def shown_rows(trainer: Trainer, rows: Dataset, count: int, text_field: str) -> 
     """`count` rows, evenly spaced, with what training does to each token; without dropped ones."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, num=min(count, len(rows))).astype(int)).tolist()
     tokenizer, shown = text_tokenizer(trainer.processing_class), list[ShownRow]()
-    for number, row, whole in prepared_rows(trainer, rows, numbers):
-        parts, tokens = row_parts(rows[number], text_field), dict[str, list[Token]]()
+    for number, *pair in prepared_rows(trainer, rows, numbers):
+        row, whole = (sequences(trainer, fields) for fields in pair)
+        parts, made = row_parts(rows[number], text_field), list[TokenSequence]()
         titles, whole_ids = {sequence.title for sequence in row}, {sequence.title: sequence.ids for sequence in whole}
         for title, ids, states in row:
             name = title.rpartition("_")[2]  # of "rejected_prompt", which is there where prompts are cut
@@ -72,23 +74,19 @@ def shown_rows(trainer: Trainer, rows: Dataset, count: int, text_field: str) -> 
             before = 0 if all_ids[: len(ids)] == ids else cut
             if all_ids[before : before + len(ids)] == ids:
                 ids, states = all_ids, [*["cut"] * before, *states, *["cut"] * (cut - before)]
-            texts = [part for part in parts if part.column == name or part.column not in titles]
-            pieces = texts_of(ids, tokenizer)
-            roles = piece_roles(pieces, texts) if texts else ["text"] * len(ids)
-            tokens[title] = list(map(Token, ids, pieces, states, roles))
-        shown.append((number, tokens))
+            said = [part for part in parts if part.column == name or part.column not in titles]
+            texts = texts_of(ids, tokenizer)
+            roles = piece_roles(texts, said) if said else ["text"] * len(ids)
+            made.append(TokenSequence(title, ids, states, texts, roles))
+        shown.append((number, made))
     return shown
 
 
-def prepared_rows(
-    trainer: Trainer, rows: Dataset, numbers: Sequence[int]
-) -> Iterator[tuple[int, list[Shown], list[Shown]]]:
-    """The numbers of rows, their sequences in training, and those without limits of length; without dropped rows."""
+def prepared_rows(trainer: Trainer, rows: Dataset, numbers: Sequence[int]) -> Iterator[tuple[int, Fields, Fields]]:
+    """The numbers of rows, the rows as in training, and those without limits of length; without dropped ones."""
     sets, sample = trainer._sets, rows.select(numbers)
     if not isinstance(sets, PreparedSets):  # of prompts
-        for number in numbers:
-            prompt = sequences(trainer, trainer.train_dataset[number])
-            yield number, prompt, prompt
+        yield from ((number, row := trainer.train_dataset[number], row) for number in numbers)
         return
     settings, tables = sets.train_settings or sets.settings, list[Any]()
     for options in (ROW_BY_ROW, UNLIMITED):
@@ -97,7 +95,7 @@ def prepared_rows(
         tables.append(changed.finished(kind.map(sample), kind, PreparationReport()))
     for place, (row, whole) in enumerate(zip(*tables, strict=True)):
         if not row.get("untrained_rows") or "report" in settings.policies:
-            yield numbers[row.get("row", place)], sequences(trainer, row), sequences(trainer, whole)
+            yield numbers[row.get("row", place)], row, whole
 
 
 def texts_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
