@@ -247,8 +247,7 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
     model = with_numbers(SMALL, torch.float32, run.classifier)
     if method == "ppo":
         model = PolicyAndValue(model, with_numbers(SMALL, torch.float32, REWARD_MODEL))
-    scorer = measure.scorer_of(run, model)
-    batch = measure.batch_of(run, scorer)
+    scorer, batch = measure.scorer_and_batch(run, model)
     measure.step(run.loss, batch, model, scorer, with_numbers(SMALL, torch.float32), nullcontext)
     assert batch["input_ids"].numel() >= 4 * (run.lengths.row if method in ("sft", "gkd") else 16)
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -29,7 +29,7 @@ from trl.models.packed.small_copy import keep_layers, layer_kinds
 from trl.models.packed.support import packing_of
 from trl.models.parts import embedded_tokens, layers_of
 from trl.models.reference import AdapterReference, FrozenModel
-from trl.models.scoring.base import ScorerBase, shares_prefix
+from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
@@ -89,8 +89,12 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     place = "CPU" if args.use_cpu else "ACCELERATOR"
     size, rows = (getattr(heads, f"{place}_CHUNK_{unit}") for unit in ("BYTES", "ROWS"))
     with holding(heads, "CPU_CHUNK_BYTES", size), holding(heads, "CPU_CHUNK_ROWS", rows), numberless:
-        scorer = scorer_of(run, model)
-        batch, model = batch_of(run, scorer), model.train()
+        (scorer, batch), phases = scorer_and_batch(run, model), dict[str, Bytes]()
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16))
+        if not getattr(args, "use_vllm", False) if run.samples else getattr(args, "lmbda", 0):
+            with autocast:
+                phases[GENERATION] = Bytes(0, _generation(run, core, scorer))
+        model.train()
         if args.gradient_checkpointing:
             for part in cores:
                 enable_gradient_checkpointing(part, args.gradient_checkpointing_kwargs or {})
@@ -98,10 +102,6 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
         for part in models:
             live.add([*part.parameters(), *part.buffers()])
         weights = live.now
-        phases, autocast = dict[str, Bytes](), torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16))
-        if not getattr(args, "use_vllm", False) if run.samples else getattr(args, "lmbda", 0):
-            with autocast:
-                phases[GENERATION] = Bytes(0, _generation(run, core, scorer))
         _mark_phases(core, live)
         for _ in range(1 + (args.gradient_accumulation_steps > 1)):  # gradients of an earlier micro-batch are there
             live.peaks.clear()
@@ -111,17 +111,14 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     return {name: peak._replace(others=peak.others - weights) for name, peak in live.peaks.items() if name} | phases
 
 
-def scorer_of(run: Run, model: nn.Module) -> Any:
-    """What scores rows with the model of a run."""
+def scorer_and_batch(run: Run, model: nn.Module) -> tuple[Any, Inputs]:
+    """What scores rows with a model, and rows as the method's collator makes them, all completion tokens trained."""
     if isinstance(model, PolicyAndValue):
-        return PolicyValueScorer(model, Scorer(model.policy), ClassificationScorer(model.value_model))
-    return (Scorer if run.classifier is None else ClassificationScorer)(model)
-
-
-def batch_of(run: Run, scorer: ScorerBase) -> Inputs:
-    """Rows as the collator of the method makes them, all completion tokens trained."""
+        scorer: Any = PolicyValueScorer(model, Scorer(model.policy), ClassificationScorer(model.value_model))
+    else:
+        scorer = (Scorer if run.classifier is None else ClassificationScorer)(model)
     shares = shares_prefix(scorer, getattr(run.args, "prefix_sharing", False))
-    return _rollouts(run, shares) if run.samples else _rows(run, shares, packed=scorer.packed)
+    return scorer, _rollouts(run, shares) if run.samples else _rows(run, shares, packed=scorer.packed)
 
 
 def _rows(run: Run, shares: bool, *, packed: bool) -> Inputs:
