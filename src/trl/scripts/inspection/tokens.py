@@ -114,7 +114,7 @@ def piece_roles(pieces: Sequence[str], parts: Sequence[Part]) -> list[str | None
     text, start = "".join(pieces), 0
     roles: list[str | None] = [None] * len(text)  # of characters
     for part in parts:
-        content = part.text.strip()  # as templates do
+        content = part.text if part.text in text[start:] else part.text.strip()  # as templates do
         if (place := text.find(content, start)) >= 0:
             start = place + len(content)
             roles[place:start] = [part.role] * len(content)
