@@ -8,7 +8,8 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,12 @@ def shortened(value: Any, longest: int) -> Any:
 
 
 def events_in(folder: Path) -> list[Event]:
-    """The events of a folder."""
-    return [event for _, event in _whole_lines(folder / EVENTS)]
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[int, Event]]:
-    """Events with the place in the file where each ends; a line that a killed run left unfinished ends them."""
-    end = 0
-    with path.open("rb") if path.exists() else nullcontext(()) as lines:
+    """The events of a folder; a line that a killed run or a full disk left unfinished ends them."""
+    events = list[Event]()
+    with suppress(FileNotFoundError, ValueError), (folder / EVENTS).open("rb") as lines:
         for line in lines:
-            try:
-                event = json.loads(line if line.endswith(b"}\n") else b"")
-            except ValueError:  # torn where the run was killed, or the disk was full
-                return
-            end += len(line)
-            yield end, event
+            events.append(json.loads(line if line.endswith(b"}\n") else b""))
+    return events
 
 
 class RunEvents:
@@ -72,27 +64,29 @@ class RunEvents:
 
     def __init__(self, folder: Path | None = None, run: str | None = None, *, step: int = 0, steps: int = 0) -> None:
         """Go on after step `step` of `run`, of `steps`; what is later, or of other runs, is removed."""
-        self._file, self._steps, self._next_part = None, steps, step
-        if folder is not None:
-            with self._stopping_at_errors():
-                folder.mkdir(parents=True, exist_ok=True)
-                end = _cut(folder, run, step)
-                self._file = (folder / EVENTS).open("ab", buffering=0)
-                self._file.truncate(end)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether this process writes events."""
-        return self._file is not None
+        self.is_active, self._folder = folder is not None, folder or Path()
+        self._steps, self._next_part = steps, step
+        if folder is None:
+            return
+        with self._stopping_at_errors():
+            folder.mkdir(parents=True, exist_ok=True)
+            events = events_in(folder) if step else []
+            kept = [*takewhile(lambda event: event["step"] <= step and event.get("run", run) == run, events)]
+            (folder / EVENTS).touch()
+            lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+            os.truncate(folder / EVENTS, sum(map(len, lines[: len(kept)])))
+            for number, part in parts_in(folder).items():
+                if number > step or not kept:
+                    part.unlink()
 
     def write(self, event: str, step: int, **fields: object) -> None:
         """Append an event as one line, in one call of the system."""
-        if self._file is None:
+        if not self.is_active:
             return
         entry: Event = {"event": event, "step": step, "time": round(time.time(), 3), **fields}
         line = json.dumps(entry, default=str, ensure_ascii=False)
-        with self._stopping_at_errors():
-            self._file.write(line.encode("utf-8", "replace") + b"\n")
+        with self._stopping_at_errors(), (self._folder / EVENTS).open("ab", buffering=0) as file:
+            file.write(line.encode("utf-8", "replace") + b"\n")
 
     def keeps_part(self, step: int) -> bool:
         """Whether the completions of a step are among those of which a file is kept."""
@@ -110,9 +104,7 @@ class RunEvents:
 
     def close(self) -> None:
         """Write no more events."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        self.is_active = False
 
     @contextmanager
     def _stopping_at_errors(self) -> Iterator[None]:
@@ -121,16 +113,3 @@ class RunEvents:
         except OSError as error:
             logger.warning("A run's events cannot be written (%s): `trl report` will lack the rest of it.", error)
             self.close()
-
-
-def _cut(folder: Path, run: str | None, step: int) -> int:
-    """Where the events of a run end after a step (0 without any); files of later completions are removed."""
-    end = 0
-    for place, event in _whole_lines(folder / EVENTS) if step else ():
-        if event["step"] > step or (event["event"] == "start" and event.get("run") != run):
-            break
-        end = place
-    for number, part in parts_in(folder).items():
-        if number > step or not end:
-            part.unlink()
-    return end
