@@ -2,7 +2,9 @@
 
 import platform
 import time
+from collections import Counter
 from collections.abc import Mapping
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,16 @@ class RunReport(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self.events = trainer, RunEvents()
-        self._seconds, self._mark = dict[str, float](), 0.0
+        self._seconds, self._mark = Counter[str](), 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Begin, or go on after the checkpoint's step."""
-        if not (getattr(args, "report", False) and state.is_world_process_zero and args.output_dir):
+        if not (getattr(args, "report", False) and state.is_world_process_zero):
             return
         trainer = self._trainer
-        self._seconds, self._mark = {}, time.perf_counter()
+        self._seconds, self._mark = Counter(), time.perf_counter()
         self.events = begin(
             args.output_dir, trainer._name, trainer.model, trainer.accelerator, run=trainer.runs.name,
             settings=changed_settings(args) if self.settings is None else self.settings, step=state.global_step,
@@ -51,17 +53,15 @@ class RunReport(TrainerCallback):
             chats=bool(getattr(trainer._tokenizer, "chat_template", None)), data=data_facts(trainer),
         )  # fmt: skip
 
-    def on_step_begin(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
-        """What lies between two steps is data, and rollouts of methods that generate."""
-        self._spend("rollouts and data")
+    def _spend(self, phase: str, *_: object, **__: object) -> None:
+        """Count the time since the last mark."""
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._mark
+        self._mark = now
 
-    def on_step_end(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
-        """The forward and backward passes and the update end here."""
-        self._spend("training")
-
-    def on_evaluate(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
-        """An evaluation ends here."""
-        self._spend("evaluation")
+    on_step_begin = partialmethod(_spend, "rollouts and data")  # rollouts of methods that generate
+    on_step_end = partialmethod(_spend, "training")  # the forward and backward passes and the update
+    on_evaluate = partialmethod(_spend, "evaluation")
 
     def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """A checkpoint was written."""
@@ -69,12 +69,9 @@ class RunReport(TrainerCallback):
         self.events.write("checkpoint", state.global_step, name=f"checkpoint-{state.global_step}")
 
     def on_log(
-        self, args: object, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any] | None = None,
-        **_: object,
-    ) -> None:  # fmt: skip
+        self, args: object, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **_: object
+    ) -> None:
         """Write a log with the seconds since the last one."""
-        if not (self.events.is_active and logs):
-            return
         if "loss" in logs:
             self._spend("logging")
         self.events.write("log", state.global_step, **log_facts(logs, self._seconds))
@@ -83,12 +80,6 @@ class RunReport(TrainerCallback):
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The run has ended."""
         self.events.write("end", state.global_step)
-
-    def _spend(self, phase: str) -> None:
-        """Count the time since the last mark."""
-        now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
-        self._mark = now
 
 
 def begin(
@@ -111,8 +102,7 @@ def begin(
 def log_facts(logs: Mapping[str, Any], seconds: Mapping[str, float] = {}) -> dict[str, object]:
     """The numbers of a log, seconds by phase, and the peak of memory."""
     values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-    rounded = {name: round(value, 6) for name, value in seconds.items()}
-    return {"values": values, "seconds": rounded, "memory": peak_memory()}
+    return {"values": values, "seconds": seconds, "memory": peak_memory()}
 
 
 def data_facts(trainer: Any) -> dict[str, object]:
@@ -121,8 +111,8 @@ def data_facts(trainer: Any) -> dict[str, object]:
     facts: dict[str, object] = {"rows": len(rows) if hasattr(rows, "__len__") else None}
     facts["summaries"] = [report.summary() for report in getattr(sets, "reports", {}).values()]
     if isinstance(rows, Dataset):
-        settings = getattr(sets, "settings", None)
-        lengths = sequence_lengths(rows.select(range(min(len(rows), MEASURED_ROWS))), settings)
+        measured = rows.select(range(min(len(rows), MEASURED_ROWS)))
+        lengths = sequence_lengths(measured, getattr(sets, "settings", None))
         if lengths.size:
             counts, edges = np.histogram(lengths, bins=min(LENGTH_BINS, int(np.ptp(lengths)) + 1))
             facts["lengths"] = {"counts": counts.tolist(), "edges": edges.round(1).tolist()}
