@@ -41,18 +41,15 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
         and "&lt;script&gt;alert(1)" in text
     )
     assert re.findall(r'<tr class="differs"><th scope="row">(\w+)</th>', text) == ["learning_rate", "checkpoints"]
-    assert one["curves"]["reward"] == {
-        "steps": list(range(1, 13)),
-        "values": [float(f"{n / 12:.5g}") for n in range(1, 13)],
-    }
-    assert [part["step"] for part in two["completions"]] == [3, 6, 9, 12]
-    hostile, messages, plain = two["completions"][0]["rows"][:3]
+    assert one["curves"]["reward"] == [[n, float(f"{n / 12:.5g}")] for n in range(1, 13)]
+    assert [row["step"] for row in two["completions"]] == [3] * 8 + [6] * 8 + [9] * 8 + [12] * 8
+    hostile, messages, plain = two["completions"][:3]
     assert hostile["completion"].startswith(HOSTILE) and messages["completion"] == SEARCH
-    assert plain["completion"] == "".join(plain["tokens"]) and len(plain["logps"]) == plain["length"] == 20
+    assert plain["completion"] == "".join(plain["texts"]) and len(plain["logps"]) == plain["length"] == 20
     assert plain["logps"][-1] is None and -8 <= min(plain["logps"][:-1]) < 0
-    assert [len(row["entropies"]) for row in two["completions"][0]["rows"]] == [20] * 4 + [0] * 4
+    assert [len(row["entropies"]) for row in two["completions"][:8]] == [20] * 4 + [0] * 4
     assert set(hostile["entropies"]) == {0.5}
-    assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and "10 to 20 tokens: 9" in text
+    assert sum(map(sum, one["histograms"]["Rewards"]["counts"])) == 12 * 16 and "10 to 20 tokens: 9" in text
     assert "7.2 s, 60% of the steps" in text and "1.00 GiB" in text and "Left out" not in text
 
 
@@ -75,12 +72,11 @@ def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
     text, (data,) = written(run, page=tmp_path / "page.html")
     assert len(text.encode()) < 2_000_000
     chosen = data["completions"]
-    rows = sum(len(part["rows"]) for part in chosen)
-    assert f"{rows} completions of {len(chosen)} of 40 kept steps are here" in text
-    steps = [part["step"] for part in chosen]
+    steps = sorted({row["step"] for row in chosen})
+    assert f"{len(chosen)} completions of {len(steps)} of 40 kept steps are here" in text
     gaps = [later - earlier for earlier, later in pairwise(steps)]
-    assert 10 < len(chosen) < 40 and steps[-1] == 1000 and max(gaps) <= 2 * min(gaps)
-    assert len(chosen[-1]["rows"]) == 32 and len(data["curves"]["loss"]["values"]) <= POINTS
+    assert 10 < len(steps) < 40 and steps[-1] == 1000 and max(gaps) <= 2 * min(gaps)
+    assert sum(row["step"] == 1000 for row in chosen) == 32 and len(data["curves"]["loss"]) <= POINTS
     two = [read_run(run, "a", share=0.5).data, read_run(run, "b", share=0.5).data]
     assert len(embedded(two).encode()) < 2_000_000
 
@@ -88,9 +84,10 @@ def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
 @pytest.mark.parametrize("share, most", [(1e-6, 1), (0.02, 12)])
 def test_a_page_ends_where_not_even_a_step_fits(share, most, tmp_path):
     page = read_run(make_run(tmp_path / "run", parts=4, rows=32, tokens=300), "run", share=share)
-    (step,) = page.data["completions"]
-    assert step["step"] == 12 and 1 <= len(step["rows"]) <= most and "of 1 of 4 kept steps" in page.notes[-1]
-    assert len(step["rows"][0]["tokens"]) == 300 and (most == 1 or len(embedded(page.data)) < share * PAGE_BYTES)
+    rows = page.data["completions"]
+    assert {row["step"] for row in rows} == {12} and 1 <= len(rows) <= most
+    assert "of 1 of 4 kept steps" in page.notes[-1]
+    assert len(rows[0]["texts"]) == 300 and (most == 1 or len(embedded(page.data)) < share * PAGE_BYTES)
 
 
 def test_equal_values_have_one_end():
@@ -105,10 +102,10 @@ def test_longer_curves_are_means_of_neighbours_and_histograms_count_all():
     ]
     notes = []
     curves = curves_of(logs, 10**6, notes)
-    assert curves["loss"]["steps"][:2] == [2, 4] and curves["loss"]["values"][:2] == [1.5, 3.5]
+    assert curves["loss"][:2] == [(2, 1.5), (4, 3.5)]
     assert (
         "kl" not in curves
-        and set(curves["memory (GiB)"]["values"]) == {2.0}
+        and {value for _, value in curves["memory (GiB)"]} == {2.0}
         and notes == ["a point of a curve is the mean of 2 logs"]
     )
     histogram = histogram_over_time(
@@ -124,7 +121,7 @@ def test_what_trainers_write_is_shown(tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "tools"), str(tmp_path / "rloo"), "--html", str(page)]) == 0
     text, data = written(tmp_path / "tools", tmp_path / "rloo", page=page)
-    roles = [turn["role"] for row in data[0]["completions"][0]["rows"] for turn in row["completion"]]
+    roles = [turn["role"] for row in data[0]["completions"] for turn in row["completion"]]
     assert {"assistant", "tool"} <= set(roles) and "checkpoint-2" in text and "ended after step 1 of 1" in text
     assert f"trl chat {tmp_path / 'tools' / 'checkpoint-2'}" in text and "None was seen" in text
     assert "no sign of a fault" in capsys.readouterr().out

@@ -51,14 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = None) -> bool:
     """Write the page in one piece and print what was seen; returns whether all runs have ended."""
-    from trl.scripts.pages import render
+    from trl.scripts.pages import bars, embedded, render
     from trl.scripts.pages.runs import compared, read_run
 
-    names = run_names(folders)
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
     runs = [read_run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
     have_ended = all(run.has_ended for run in runs)
     text = render(
-        "trl.scripts.pages", "run.html", runs=runs, figures=compared([run.figures for run in runs]),
+        "trl.scripts.pages", "run.html", runs=runs, bars=bars, data=embedded([run.data for run in runs]),
+        figures=compared([run.figures for run in runs]),
         settings=compared([run.start["settings"] for run in runs], missing="default"),
         refresh=None if have_ended else refresh, written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
@@ -69,9 +72,3 @@ def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = N
         print(f"{run.name} {run.state}: {', '.join(sign.name for sign in run.signs) or 'no sign of a fault'}")
     print(f"Written: {page}")
     return have_ended
-
-
-def run_names(folders: Sequence[Path]) -> list[str]:
-    """The names of folders; their whole paths where names are equal."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else list(map(str, folders))

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from trl.reporting.run_checks import Sign, signs_of
 from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part, shortened
 from trl.reporting.tables import duration
 from trl.reporting.usage import usage_of
-from trl.scripts.pages import Bar, bars, embedded
+from trl.scripts.pages import embedded
 
 Json = dict[str, Any]
 POINTS = 1_000  # of a curve
@@ -40,7 +40,6 @@ class RunPage:
     state: str
     signs: list[Sign]
     figures: dict[str, str]
-    lengths: list[Bar]  # of the training rows
     data: Json
     notes: list[str]
 
@@ -57,126 +56,107 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
         )
     size, notes = share * PAGE_BYTES * max(1.0, len(logs) / 1_000), list[str]()
     data: Json = {"name": name, "curves": curves_of(logs, CURVES * size, notes)}
-    data["histograms"] = [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths") if rollouts]
+    kinds = {"Rewards": "rewards", "Tokens": "lengths"} if rollouts else {}
+    data["histograms"] = {title: histogram_over_time(rollouts, kind) for title, kind in kinds.items()}
     data["completions"] = completions_of(folder, size - len(embedded(data)), notes)
     start = {"model": "", "data": {}, "architecture": "", "chats": False, **starts[-1]}
     has_ended = events[-1]["event"] == "end"
     state = "ended" if has_ended else "is going on, or was stopped,"
     state += f" after step {events[-1]['step']:,}" + f" of {start['steps']:,}" * bool(start["steps"])
-    figures = {**figures_of(events, start, logs), **checkpoints_of(folder, start)}
-    lengths = start["data"].get("lengths")
-    return RunPage(
-        name, start, has_ended, state, signs_of(events), {key: text for key, text in figures.items() if text},
-        bars(**lengths, unit="tokens") if lengths else [], data, notes,
-    )  # fmt: skip
+    figures = figures_of(folder, events, start, logs)
+    return RunPage(name, start, has_ended, state, signs_of(events), figures, data, notes)
 
 
-def figures_of(events: Sequence[Event], start: Event, logs: Sequence[Event]) -> dict[str, str]:
-    """Numbers of a run in words."""
+def figures_of(folder: Path, events: Sequence[Event], start: Event, logs: Sequence[Event]) -> dict[str, str]:
+    """Numbers of a run in words, and its checkpoints with the use of the newest whole one."""
     trained, parameters = start["parameters"]
     clock = sum(later["time"] - earlier["time"] for earlier, later in pairwise(events) if later["event"] != "start")
     resumed = [str(event["step"]) for event in events[1:] if event["event"] == "start"]
     values = {name: value for event in logs for name, value in event["values"].items() if name in SETTLED}
-    seconds = Counter[str]()
-    for event in logs:
-        seconds.update(event["seconds"])
-    whole = seconds.total() or 1.0
-    times = {f"time of {name}": f"{spent:.1f} s, {spent / whole:.0%} of the steps" for name, spent in seconds.items()}
-    return {
+    seconds = sum((Counter(event["seconds"]) for event in logs), Counter[str]())
+    whole, checkpoints = newest_whole(folder, quick=True), [path.name for path in checkpoints_in(folder)]
+    figures = {
         "model": start["model"], "parameters": f"{parameters:,}, of which {trained:,} are trained",
         "device": start["device"], "processes": str(start["processes"]), "resumed after step": ", ".join(resumed),
-        "time": duration(clock), **times,
+        "time": duration(clock),
+        **{f"time of {name}": f"{n:.1f} s, {n / seconds.total():.0%} of the steps" for name, n in seconds.items()},
         "peak memory": f"{max((event['memory'] for event in logs), default=0) / 2**30:.2f} GiB of the main process",
         "versions": ", ".join(f"{name} {version}" for name, version in start["versions"].items()),
         **{name: f"{value:.5g}" for name, value in values.items()},
         "training rows": str(start["data"].get("rows") or ""),
         "data": "\n".join(start["data"].get("summaries", [])),
+        "checkpoints": ", ".join(checkpoints) or f"none in {folder}",
+        "to resume": whole and f"the command of the run with --resume_from_checkpoint {whole}",
+        "to use": whole and "\n".join(usage_of(whole, start["architecture"], chats=start["chats"])),
     }  # fmt: skip
+    return {name: text for name, text in figures.items() if text}
 
 
-def checkpoints_of(folder: Path, start: Event) -> dict[str, str]:
-    """The checkpoints of a run, and how to use the newest whole one."""
-    whole, names = newest_whole(folder, quick=True), [path.name for path in checkpoints_in(folder)]
-    listed = {"checkpoints": ", ".join(names) or f"none in {folder}"}
-    if whole is None:
-        return listed
-    return {
-        **listed,
-        "to resume": f"the command of the run with --resume_from_checkpoint {whole}",
-        "to use": "\n".join(usage_of(whole, start["architecture"], chats=start["chats"])),
-    }
-
-
-def curves_of(logs: Sequence[Event], size: float, notes: list[str]) -> Json:
+def curves_of(logs: Sequence[Event], size: float, notes: list[str]) -> dict[str, list[tuple[int, float]]]:
     """The logged numbers by name as steps and values; means of neighbours where there are more than fit."""
-    every: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     for event in logs:
-        values = {**event["values"], "memory (GiB)": event["memory"] / 2**30}
-        for name, value in values.items():
+        for name, value in {**event["values"], "memory (GiB)": event["memory"] / 2**30}.items():
             if name not in SETTLED and is_number(value):
-                every.setdefault(name, []).append((event["step"], value))
-    counts = [len(points) for points in every.values()] or [1]
+                curves.setdefault(name, []).append((event["step"], value))
+    counts = [len(points) for points in curves.values()] or [1]
     stride = math.ceil(max(max(counts) / POINTS, sum(counts) * POINT_BYTES / size))
     if stride > 1:
         notes.append(f"a point of a curve is the mean of {stride} logs")
-    return {name: _thinned(points, stride) for name, points in every.items()}
+    return {
+        name: [(part[-1][0], float(f"{fmean(value for _, value in part):.5g}")) for part in parts_of(points, stride)]
+        for name, points in curves.items()
+    }
 
 
-def _thinned(points: Sequence[tuple[int, float]], stride: int) -> Json:
-    parts = [points[at : at + stride] for at in range(0, len(points), stride)]
-    means = [float(f"{fmean(value for _, value in part):.5g}") for part in parts]
-    return {"steps": [part[-1][0] for part in parts], "values": means}
+def parts_of(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Consecutive parts of `size` items; the last may be shorter."""
+    return [items[at : at + size] for at in range(0, len(items), size)]
 
 
 def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     """How often each of `BINS` ranges of values was seen in each of `TIMES` ranges of steps, at most."""
-    stride = math.ceil(len(rollouts) / TIMES)
-    parts = [rollouts[at : at + stride] for at in range(0, len(rollouts), stride)]
+    parts = parts_of(rollouts, math.ceil(len(rollouts) / TIMES))
     columns = [[value for event in part for value in event[kind] if is_number(value)] for part in parts]
     values = [value for column in columns for value in column]
     edges = np.histogram_bin_edges(values, BINS)
     counts = [np.histogram(column, edges)[0].tolist() for column in columns]
     ends = {"low": min(values, default=0.0), "high": max(values, default=0.0)}
-    return {"kind": kind, **ends, "steps": [part[-1]["step"] for part in parts], "counts": counts}
+    return {**ends, "steps": [part[-1]["step"] for part in parts], "counts": counts}
 
 
 def completions_of(folder: Path, size: float, notes: list[str]) -> list[Json]:
-    """The kept completions by step: of the newest step, and of as many others, evenly spread, as fit into the bytes."""
-    parts, shown = list(parts_in(folder).items()), dict[int, list[Json]]()
-    for back in sorted(range(len(parts)), key=lambda back: f"{back:032b}"[::-1]):  # 0, then multiples of 2^k
-        step, path = parts[-1 - back]
-        rows, names = read_part(path)
-        for row in rows:
-            entry = _shown_row(row, (*names, "reward", "advantage"))
-            size -= len(embedded(entry).encode())
-            if size > 0 or not shown:
-                shown.setdefault(step, []).append(entry)
-        if size <= 0:
+    """The kept completions: of the newest step, and of as many others, evenly spread, as fit into the bytes."""
+    parts, shown = list(parts_in(folder).items()), list[Json]()
+    order = sorted(range(len(parts)), key=lambda back: f"{back:032b}"[::-1])  # 0, then multiples of 2^k
+    for row in (row for back in order for row in shown_rows(*parts[-1 - back])):
+        size -= len(embedded(row).encode())
+        if size <= 0 and shown:
             break
+        shown.append(row)
     if size <= 0:
-        rows = sum(map(len, shown.values()))
+        steps = len({row["step"] for row in shown})
         notes.append(
-            f"{rows} completions of {len(shown)} of {len(parts)} kept steps are here, all are in {folder}/completions"
+            f"{len(shown)} completions of {steps} of {len(parts)} kept steps are here, all are in {folder}/completions"
         )
-    return [{"step": step, "rows": rows} for step, rows in sorted(shown.items())]
+    return sorted(shown, key=lambda row: row["step"])
 
 
-def _shown_row(row: Json, names: Sequence[str]) -> Json:
-    """A completion: numbers, texts or messages, and columns of the first `SHADED` tokens."""
-    columns = {name: (row.get(f"token_{name}") or [])[:SHADED] for name in ("texts", "logps", "entropies", "tool")}
-    shown: Json = {
-        "group": row.get("group", 0),
-        "length": len(row.get("token_texts") or []),
-        "tokens": columns["texts"],
-        "numbers": {name: float(f"{row[name]:.4g}") for name in names if is_number(row.get(name))},
-        "logps": [round(value, 1) if is_number(value) else None for value in columns["logps"]],
-        "entropies": [round(value, 1) if is_number(value) else None for value in columns["entropies"]],
-        "tool": [at for at, is_of_tool in enumerate(columns["tool"]) if is_of_tool],
-    }
-    for name in ("prompt", "completion"):
-        text = json.loads(row[name]) if row.get(f"chat_{name}") else row[name]
-        shown[name] = shortened(text, TEXT)
-    return shown
+def shown_rows(step: int, path: Path) -> Iterator[Json]:
+    """The completions of a file: numbers, texts or messages, and columns of the first `SHADED` tokens."""
+    rows, rewards = read_part(path)
+    for row in rows:
+        shown: Json = {"step": step, "group": row["group"], "length": len(row["token_texts"])}
+        numbers = {name: row[name] for name in (*rewards, "reward", "advantage") if is_number(row[name])}
+        shown["numbers"] = {name: float(f"{value:.4g}") for name, value in numbers.items()}
+        for name in ("prompt", "completion"):
+            shown[name] = shortened(json.loads(row[name]) if row[f"chat_{name}"] else row[name], TEXT)
+        for name in ("texts", "logps", "entropies", "tool"):
+            column = (row.get(f"token_{name}") or [])[:SHADED]
+            shown[name] = [
+                value if isinstance(value, str) else round(value, 1) if is_number(value) else None for value in column
+            ]
+        yield shown
 
 
 def is_number(value: object) -> bool:
