@@ -18,7 +18,7 @@ from trl.cli.main import main
 from trl.reporting.run_events import EVENTS
 from trl.scripts import report
 from trl.scripts.pages import embedded
-from trl.scripts.pages.runs import BINS, PAGE_BYTES, POINTS, curves_of, histogram_over_time, read_run
+from trl.scripts.pages.runs import BINS, PAGE_BYTES, POINTS, Run, curves_of, histogram_over_time
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -77,13 +77,13 @@ def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
     gaps = [later - earlier for earlier, later in pairwise(steps)]
     assert 10 < len(steps) < 40 and steps[-1] == 1000 and max(gaps) <= 2 * min(gaps)
     assert sum(row["step"] == 1000 for row in chosen) == 32 and len(data["curves"]["loss"]) <= POINTS
-    two = [read_run(run, "a", share=0.5).data, read_run(run, "b", share=0.5).data]
+    two = [Run(run, "a", share=0.5).data, Run(run, "b", share=0.5).data]
     assert len(embedded(two).encode()) < 2_000_000
 
 
 @pytest.mark.parametrize("share, most", [(1e-6, 1), (0.02, 12)])
 def test_a_page_ends_where_not_even_a_step_fits(share, most, tmp_path):
-    page = read_run(make_run(tmp_path / "run", parts=4, rows=32, tokens=300), "run", share=share)
+    page = Run(make_run(tmp_path / "run", parts=4, rows=32, tokens=300), "run", share=share)
     rows = page.data["completions"]
     assert {row["step"] for row in rows} == {12} and 1 <= len(rows) <= most
     assert "of 1 of 4 kept steps" in page.notes[-1]

@@ -45,7 +45,7 @@ from trl.experimental.diffusion_grpo import FlowPipeline
 from trl.reporting.run_events import RunEvents
 from trl.reporting.run_lines import metric_cells
 from trl.rewards import RewardError
-from trl.scripts.pages.runs import read_run
+from trl.scripts.pages.runs import Run
 from trl.trainer.diffusion_setup import place_modules
 from trl.trainer.utils import PerPromptStatTracker
 
@@ -169,7 +169,7 @@ def test_resuming_is_bit_exact(kind, lora, tmp_path):
     resumed = run(resume_from=str(folder / "checkpoint_2"))
     assert resumed.first_epoch == 3
     assert all(torch.equal(value, whole[name]) for name, value in weights(resumed).items())
-    page = read_run(tmp_path, "run")
+    page = Run(tmp_path, "run")
     assert page.has_ended and page.data["curves"]["reward"]["steps"] == [1, 2, 3, 4]
     assert None not in page.data["curves"]["loss"]["values"] and page.figures["resumed after step"] == "3"
     latest = KINDS[kind](pipeline(lora=lora), prompts=drawn, **settings, resume_from=str(tmp_path))

@@ -36,28 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.watch is not None and options.watch <= 0:
             raise ValueError(f"--watch must be > 0, got {options.watch:g}.")
-        if not page.resolve().parent.is_dir() and options.html is not None:
+        if options.html and not page.resolve().parent.is_dir():
             raise ValueError(f"--html {page} is in a folder that does not exist. Make the folder.")
         while not write_page(options.runs, page, refresh=options.watch) and options.watch is not None:
             time.sleep(options.watch)
     except (ValueError, OSError) as error:
         print(f"trl report: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"trl report: interrupted. The page is {page}.", file=sys.stderr)
-        return 130
     return 0
 
 
 def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = None) -> bool:
     """Write the page in one piece and print what was seen; returns whether all runs have ended."""
     from trl.scripts.pages import bars, embedded, render
-    from trl.scripts.pages.runs import compared, read_run
+    from trl.scripts.pages.runs import Run, compared
 
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = list(map(str, folders))
-    runs = [read_run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
+    runs = [Run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
     have_ended = all(run.has_ended for run in runs)
     text = render(
         "trl.scripts.pages", "run.html", runs=runs, bars=bars, data=embedded([run.data for run in runs]),

@@ -4,7 +4,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trl.checkpoints.wholeness import checkpoints_in, newest_whole
-from trl.reporting.run_checks import Sign, signs_of
+from trl.reporting.run_checks import signs_of
 from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part, shortened
 from trl.reporting.tables import duration
 from trl.reporting.usage import usage_of
@@ -30,41 +29,31 @@ NOT_COMPARED = ("output_dir", "run_name")
 SETTLED = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
 
 
-@dataclass
-class RunPage:
-    """A run: its last `start`, what was seen in it, `data` that the script draws, and `notes` on what was left out."""
+class Run:
+    """A run on a page: its last `start`, what was seen in it, `data` that the script draws, `notes` on what it lacks.
 
-    name: str
-    start: Event
-    has_ended: bool
-    state: str
-    signs: list[Sign]
-    figures: dict[str, str]
-    data: Json
-    notes: list[str]
+    It has a `share` of the bytes of the page. Raises: ValueError for a folder without `run.jsonl`.
+    """
 
-
-def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
-    """A run with a `share` of the bytes of a page. Raises: ValueError for a folder without `run.jsonl`."""
-    events = events_in(folder)
-    starts, logs, rollouts = (
-        [event for event in events if event["event"] == kind] for kind in ("start", "log", "rollouts")
-    )
-    if not starts:
-        raise ValueError(
-            f"{folder} has no {EVENTS} of a run. Give the output_dir of a run that was trained with report=True."
+    def __init__(self, folder: Path, name: str, *, share: float = 1.0) -> None:
+        events = events_in(folder)
+        starts, logs, rollouts = (
+            [event for event in events if event["event"] == kind] for kind in ("start", "log", "rollouts")
         )
-    size, notes = share * PAGE_BYTES * max(1.0, len(logs) / 1_000), list[str]()
-    data: Json = {"name": name, "curves": curves_of(logs, CURVES * size, notes)}
-    kinds = {"Rewards": "rewards", "Tokens": "lengths"} if rollouts else {}
-    data["histograms"] = {title: histogram_over_time(rollouts, kind) for title, kind in kinds.items()}
-    data["completions"] = completions_of(folder, size - len(embedded(data)), notes)
-    start = {"model": "", "data": {}, "architecture": "", "chats": False, **starts[-1]}
-    has_ended = events[-1]["event"] == "end"
-    state = "ended" if has_ended else "is going on, or was stopped,"
-    state += f" after step {events[-1]['step']:,}" + f" of {start['steps']:,}" * bool(start["steps"])
-    figures = figures_of(folder, events, start, logs)
-    return RunPage(name, start, has_ended, state, signs_of(events), figures, data, notes)
+        if not starts:
+            raise ValueError(
+                f"{folder} has no {EVENTS} of a run. Give the output_dir of a run that was trained with report=True."
+            )
+        self.name, self.notes, self.signs = name, list[str](), signs_of(events)
+        self.start = {"model": "", "data": {}, "architecture": "", "chats": False, **starts[-1]}
+        self.has_ended = events[-1]["event"] == "end"
+        self.state = "ended" if self.has_ended else "is going on, or was stopped,"
+        self.state += f" after step {events[-1]['step']:,}" + f" of {self.start['steps']:,}" * bool(self.start["steps"])
+        self.figures = figures_of(folder, events, self.start, logs)
+        size, kinds = share * PAGE_BYTES * max(1.0, len(logs) / 1_000), {"Rewards": "rewards", "Tokens": "lengths"}
+        self.data: Json = {"name": name, "curves": curves_of(logs, CURVES * size, self.notes)}
+        self.data["histograms"] = {k: histogram_over_time(rollouts, kind) for k, kind in kinds.items() if rollouts}
+        self.data["completions"] = completions_of(folder, size - len(embedded(self.data)), self.notes)
 
 
 def figures_of(folder: Path, events: Sequence[Event], start: Event, logs: Sequence[Event]) -> dict[str, str]:
@@ -103,26 +92,21 @@ def curves_of(logs: Sequence[Event], size: float, notes: list[str]) -> dict[str,
     stride = math.ceil(max(max(counts) / POINTS, sum(counts) * POINT_BYTES / size))
     if stride > 1:
         notes.append(f"a point of a curve is the mean of {stride} logs")
-    return {
-        name: [(part[-1][0], float(f"{fmean(value for _, value in part):.5g}")) for part in parts_of(points, stride)]
-        for name, points in curves.items()
-    }
-
-
-def parts_of(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Consecutive parts of `size` items; the last may be shorter."""
-    return [items[at : at + size] for at in range(0, len(items), size)]
+    thinned = {}
+    for name, points in curves.items():
+        parts = [points[at : at + stride] for at in range(0, len(points), stride)]
+        thinned[name] = [(part[-1][0], float(f"{fmean(value for _, value in part):.5g}")) for part in parts]
+    return thinned
 
 
 def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     """How often each of `BINS` ranges of values was seen in each of `TIMES` ranges of steps, at most."""
-    parts = parts_of(rollouts, math.ceil(len(rollouts) / TIMES))
-    columns = [[value for event in part for value in event[kind] if is_number(value)] for part in parts]
-    values = [value for column in columns for value in column]
-    edges = np.histogram_bin_edges(values, BINS)
-    counts = [np.histogram(column, edges)[0].tolist() for column in columns]
+    seen = [(place, value) for place, event in enumerate(rollouts) for value in event[kind] if is_number(value)]
+    places, values = np.array(seen, float).reshape(-1, 2).T
+    bins, every = (min(len(rollouts), TIMES), BINS), (0, len(rollouts))
+    counts = np.histogram2d(places, values, bins, range=(every, None))[0].astype(int).tolist()  # type: ignore[arg-type]
     ends = {"low": min(values, default=0.0), "high": max(values, default=0.0)}
-    return {**ends, "steps": [part[-1]["step"] for part in parts], "counts": counts}
+    return {**ends, "steps": [event["step"] for event in (rollouts[0], rollouts[-1])], "counts": counts}
 
 
 def completions_of(folder: Path, size: float, notes: list[str]) -> list[Json]:
@@ -147,8 +131,7 @@ def shown_rows(step: int, path: Path) -> Iterator[Json]:
     rows, rewards = read_part(path)
     for row in rows:
         shown: Json = {"step": step, "group": row["group"], "length": len(row["token_texts"])}
-        numbers = {name: row[name] for name in (*rewards, "reward", "advantage") if is_number(row[name])}
-        shown["numbers"] = {name: float(f"{value:.4g}") for name, value in numbers.items()}
+        shown["numbers"] = {name: row[name] for name in (*rewards, "reward", "advantage") if is_number(row[name])}
         for name in ("prompt", "completion"):
             shown[name] = shortened(json.loads(row[name]) if row[f"chat_{name}"] else row[name], TEXT)
         for name in ("texts", "logps", "entropies", "tool"):

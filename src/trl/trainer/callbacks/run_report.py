@@ -13,7 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from trl.data.prepared_sets import sequence_lengths
 from trl.options.shared import changed_settings
@@ -30,16 +30,14 @@ class RunReport(TrainerCallback):
     Times are taken between the hooks of an optimiser step, so that nothing of the step itself is changed.
     """
 
-    settings: Mapping[str, object] | None = None
-    """Settings that differ from their defaults, of all configs of a command; None: those of the trainer's."""
-
     def __init__(self, trainer: Any) -> None:
         self._trainer, self.events = trainer, RunEvents()
         self._seconds, self._mark = Counter[str](), 0.0
+        self.settings: Mapping[str, object] | None = (
+            None  # that a command changed; None: those of the trainer
+        )
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: object, **_: object) -> None:
         """Begin, or go on after the checkpoint's step."""
         if not (getattr(args, "report", False) and state.is_world_process_zero):
             return
@@ -63,21 +61,19 @@ class RunReport(TrainerCallback):
     on_step_end = partialmethod(_spend, "training")  # the forward and backward passes and the update
     on_evaluate = partialmethod(_spend, "evaluation")
 
-    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_save(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """A checkpoint was written."""
         self._spend("checkpoints")
         self.events.write("checkpoint", state.global_step, name=f"checkpoint-{state.global_step}")
 
-    def on_log(
-        self, args: object, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **_: object
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: Mapping[str, Any], **_: object) -> None:
         """Write a log with the seconds since the last one."""
         if "loss" in logs:
             self._spend("logging")
         self.events.write("log", state.global_step, **log_facts(logs, self._seconds))
         self._seconds.clear()
 
-    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """The run has ended."""
         self.events.write("end", state.global_step)
 
