@@ -2,10 +2,11 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from trl.reporting.run_checks import USUAL, WINDOW, signs_of, text_signs
-from trl.reporting.run_events import EVENTS, RunEvents, events_in, parts_in, read_part
+from trl.reporting.run_events import EVENTS, RunEvents, events_in, parts_in
 
 CALM = {
     "reward": 0.4, "kl": 0.02, "objective/kl": 3.0, "clip_ratio/region_mean": 0.02, "completions/clipped_ratio": 0.1,
@@ -31,7 +32,7 @@ def written(folder, steps, run="a", start=0):
     events = RunEvents(folder, run, step=start)
     events.write("start", start, run=run)
     for step in range(start + 1, steps + 1):
-        events.write_part(folder, step, {"prompt": [f"<{step}>"], "good": [0.5]}, ["good"])
+        events.write_part(folder, step, {"prompt": [f"<{step}>"], "good": [0.5]})
         events.write("rollouts", step)
         events.write("log", step, values={"loss": 1 - step / 10})
     events.close()
@@ -40,7 +41,7 @@ def written(folder, steps, run="a", start=0):
 
 def test_a_run_that_goes_on_has_no_doubles_after_a_kill_in_the_middle_of_a_line(tmp_path):
     assert written(tmp_path, 5) == [1, 2, 3, 4, 5]
-    assert read_part(parts_in(tmp_path)[2]) == ([{"prompt": "<2>", "good": 0.5}], ["good"])
+    assert pq.read_table(parts_in(tmp_path)[2]).to_pylist() == [{"prompt": "<2>", "good": 0.5}]
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(b'{"event": "log", "step": 6, "val')
     (tmp_path / "completions" / "completions_00006.new").write_bytes(b"PAR1")
@@ -75,8 +76,8 @@ def test_a_run_goes_on_where_nothing_can_be_written(tmp_path, caplog):
     (tmp_path / "file").touch()
     events = RunEvents(tmp_path / "file", "a", step=0)
     events.write("log", 1, values={})
-    assert not events.is_active and not events.keeps_part(1)
-    events.write_part(tmp_path / "file", 1, {"prompt": ["a"]}, [])
+    assert not events.is_active
+    events.write_part(tmp_path / "file", 1, {"prompt": ["a"]})
     assert caplog.text.count("cannot be written") == 2 and not (tmp_path / "file").read_bytes()
 
 

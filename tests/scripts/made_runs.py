@@ -52,7 +52,7 @@ def make_run(
             [draw.randint(5, 9 + step) for _ in range(16)],
         )
         if columns is not None:
-            events.write_part(folder, step, columns, ["correct"])
+            events.write_part(folder, step, columns)
         facts = {"time": float(step), "of": 16, "rewards": rewards, "lengths": lengths, "repeated": 0.0, "equal": 0.0}
         events.write("rollouts", step, **facts)
         values = {

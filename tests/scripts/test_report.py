@@ -49,7 +49,7 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
     assert plain["logps"][-1] is None and -8 <= min(plain["logps"][:-1]) < 0
     assert [len(row["entropies"]) for row in two["completions"][:8]] == [20] * 4 + [0] * 4
     assert set(hostile["entropies"]) == {0.5}
-    assert sum(map(sum, one["histograms"]["Rewards"]["counts"])) == 12 * 16 and "10 to 20 tokens: 9" in text
+    assert sum(map(sum, one["histograms"]["rewards"]["counts"])) == 12 * 16 and "10 to 20 tokens: 9" in text
     assert "7.2 s, 60% of the steps" in text and "1.00 GiB" in text and "Left out" not in text
 
 
@@ -174,8 +174,8 @@ const shaded = document.querySelectorAll("#answer-list span[title]").length, byL
 choose(shade, "entropies");
 const byEntropy = coloured(), title = document.querySelector("#answer-list span[title]").title;
 choose(shade, "");
-choose(shown, shown.options[1].value);
-const stated = { opened, errors, shaded, byLogps, byEntropy, title, cards: document.querySelectorAll(".card").length, view: [from.value, to.value].map(Number),
+shown.selectedIndex = shown.options.length - 1; choose(shade, "");
+const stated = { opened, errors, shaded, byLogps, byEntropy, title, cards: document.querySelectorAll(".card").length, options: [shown.options[0].text, shown.options[shown.options.length - 1].text], view: [from.value, to.value].map(Number),
   charts: charts.filter((chart) => !chart.figure.hidden).map((chart) => chart.name), paths: document.querySelectorAll("path.raw").length,
   alerts: document.querySelectorAll("img").length, tool: document.querySelectorAll(".tree .tree").length, calls: document.querySelector(".tree .tool").textContent, parts: document.querySelector(".tree .tree .tokens").textContent };
 const out = document.createElement("pre"); out.id = "stated"; out.textContent = JSON.stringify(stated); document.body.append(out);
@@ -207,4 +207,9 @@ def test_chromium_shows_it_without_errors_or_requests(tmp_path):
     assert stated["tool"] > 0 and stated["calls"] == f"calls search({call})" and HOSTILE in stated["parts"]
     assert stated["byLogps"] == 8 * 60 and stated["byEntropy"] == 4 * 60
     assert re.fullmatch(r"log-prob -?[\d.]+, entropy 0.5", stated["title"])
-    assert stated["shaded"] == 8 * 60 and stated["cards"] > 0 and stated["opened"] < 5_000
+    assert (
+        stated["shaded"] == 8 * 60
+        and stated["cards"] > 0
+        and stated["options"][0] == "step 1000"
+        and stated["opened"] < 5_000
+    )

@@ -2,11 +2,12 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from tests.trainer import grpo_runs, grpo_tool_runs, ppo_runs
-from trl.reporting.run_events import EVENTS, events_in, parts_in, read_part
+from trl.reporting.run_events import EVENTS, events_in, parts_in
 from trl.scripts.report import write_page
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -14,6 +15,10 @@ SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 def of(events, kind):
     return [event for event in events if event["event"] == kind]
+
+
+def rows_of(folder, step):
+    return pq.read_table(parts_in(folder)[step]).to_pylist()
 
 
 def without_clocks(events):
@@ -36,9 +41,10 @@ def test_a_run_and_its_resumed_rest_are_written_once(tmp_path):
     assert sum(start["data"]["lengths"]["counts"]) == 14
     assert set(of(first, "log")[0]["seconds"]) == {"rollouts and data", "training", "logging"}
     assert [event["name"] for event in of(first, "checkpoint")] == ["checkpoint-2", "checkpoint-3"]
-    rows, rewards = read_part(parts_in(tmp_path / "run")[3])
+    rows = rows_of(tmp_path / "run", 3)
     batch = of(first, "rollouts")[2]
-    assert rewards == ["even_tokens"] and batch["of"] == 8
+    rewards = [name for name, value in rows[0].items() if isinstance(value, float)]
+    assert rewards == ["even_tokens", "reward", "advantage"] and batch["of"] == 8
     assert [float(f"{row['even_tokens']:.4g}") for row in rows] == batch["rewards"]
     assert [row["group"] for row in rows] == [0] * 4 + [1] * 4
     for row, length in zip(rows, batch["lengths"], strict=True):
@@ -50,14 +56,14 @@ def test_a_run_and_its_resumed_rest_are_written_once(tmp_path):
     assert without_clocks(again) == without_clocks(first)
     assert [event["step"] for event in of(again, "start")] == [0, 2]
     assert [event["step"] for event in of(again, "rollouts")] == [1, 2, 3] == list(parts_in(tmp_path / "run"))
-    assert read_part(parts_in(tmp_path / "run")[3])[0] == rows
+    assert rows_of(tmp_path / "run", 3) == rows
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_entropies_are_those_of_the_policy(steps, tmp_path):
     settings = {"max_steps": steps, "logging_steps": steps, "steps_per_generation": steps}
     trainer, _ = grpo_runs.run(folder=str(tmp_path), learning_rate=0.0, temperature=0.7, **settings)
-    rows, _ = read_part(parts_in(tmp_path)[steps])
+    rows = rows_of(tmp_path, steps)
     batch = trainer._rollout_batch
     shown = [at for at, row in enumerate(rows) if row["token_entropies"]]
     assert len(rows) == 8 * steps and len(shown) == 8  # those that the logged step learned from
@@ -97,7 +103,7 @@ def test_steps_of_ppo_are_written_and_go_on_after_a_loaded_state(tmp_path):
 
 def test_turns_of_tools_are_kept_as_messages(tmp_path):
     grpo_tool_runs.run(folder=str(tmp_path), max_steps=1)
-    rows, _ = read_part(parts_in(tmp_path)[1])
+    rows = rows_of(tmp_path, 1)
     messages = [json.loads(row["completion"]) for row in rows]
     assert all(row["chat_completion"] for row in rows) and {
         message["role"] for turns in messages for message in turns

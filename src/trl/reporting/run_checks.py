@@ -8,14 +8,11 @@ import numpy as np
 
 WINDOW = 3  # logs over which a mean is taken
 USUAL = 20  # logs whose median gradient is the usual one, and over which an accuracy of 0.5 counts as stuck
-LONGEST_TEXT = 4_000  # characters of a completion that are searched for repetitions
 LEAST_WORDS = 20  # of a completion that may count as repeated
 ALIASES = {
     "reward_mean": "reward", "objective/scores": "reward", "policy/clipfrac_avg": "clip_ratio/region_mean",
     "accuracy": "rewards/accuracies",
 }  # fmt: skip
-Log = Mapping[str, float]
-Column = np.ndarray  # (logs,)
 
 
 class Sign(NamedTuple):
@@ -34,26 +31,23 @@ class Rule(NamedTuple):
 
     name: str
     metric: str
-    holds: Callable[[float, Column], Column]
+    holds: Callable[[float, np.ndarray], np.ndarray]
     text: str
     rising: str | None = None
     window: int = WINDOW
 
 
-def spikes(_: float, norms: Column) -> Column:
+def spikes(_: float, norms: np.ndarray) -> np.ndarray:
     """Where a norm is above ten times the median of those before it."""
     before = [norms[max(0, at - USUAL) : at] for at in range(len(norms))]
     usual = np.array([np.median(part) if len(part) >= USUAL // 2 else np.inf for part in before])
     return (norms > 10 * usual) & (usual > 0)
 
 
-NOT_A_NUMBER = (
-    "{metric} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning rate, or train "
-    "in bfloat16 or float32."
-)
 RULES = (
-    Rule("not a number", "loss", lambda _, loss: ~np.isfinite(loss), NOT_A_NUMBER, window=1),
-    Rule("not a number", "grad_norm", lambda _, norm: ~np.isfinite(norm), NOT_A_NUMBER, window=1),
+    *(Rule("not a number", metric, lambda _, values: ~np.isfinite(values), window=1, text=
+           "{metric} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning rate, "
+           "or train in bfloat16 or float32.") for metric in ("loss", "grad_norm")),
     Rule("gradient spike", "grad_norm", spikes, window=1, text=
          "The gradient's norm is {value:.3g}, more than ten times the usual: look at the rows of this step, lower "
          "max_grad_norm or the learning rate."),
@@ -102,31 +96,26 @@ RULES_WITHOUT_REWARDS = (
 
 def signs_of(events: Sequence[Mapping[str, Any]]) -> list[Sign]:
     """The signs that the events of a run show, in the order of their steps."""
-    logs, of_texts = list[Log](), dict[str, float]()
+    logs, rollouts = list[dict[str, Any]](), dict[str, Any]()
     for event in events:
         if event["event"] == "rollouts":
-            of_texts = {name: event[name] for name in ("repeated", "equal")}
+            rollouts = dict(event)
         elif event["event"] == "log":
-            values: Log = event["values"]
-            renamed = {ALIASES.get(name, name): value for name, value in values.items()}
-            logs.append({"step": event["step"], **of_texts, **renamed})
-    others = RULES_WITH_REWARDS if any("reward" in log for log in logs) else RULES_WITHOUT_REWARDS
-    signs = dict[str, Sign]()
-    for sign in sorted(sign for rule in RULES + others if (sign := first_sign(rule, logs))):
-        signs.setdefault(sign.name, sign)
-    return list(signs.values())
+            values = {ALIASES.get(name) or name: value for name, value in event["values"].items()}
+            logs.append(rollouts | values | {"step": event["step"]})
+    rules = RULES + (RULES_WITH_REWARDS if any("reward" in log for log in logs) else RULES_WITHOUT_REWARDS)
+    signs = sorted((sign for rule in rules if (sign := first_sign(rule, logs))), reverse=True)
+    return sorted({sign.name: sign for sign in signs}.values())  # the first of a name
 
 
-def first_sign(rule: Rule, logs: Sequence[Log]) -> Sign | None:
+def first_sign(rule: Rule, logs: Sequence[Mapping[str, Any]]) -> Sign | None:
     """The first place where a rule holds."""
     rising = rule.rising or rule.metric
     logs = [log for log in logs if rule.metric in log and rising in log]
     if len(logs) < rule.window:
         return None
-    means, others = (
-        np.lib.stride_tricks.sliding_window_view([log[name] for log in logs], rule.window).mean(axis=1)
-        for name in (rule.metric, rising)
-    )
+    columns = [[log[name] for log in logs] for name in (rule.metric, rising)]
+    means, others = np.lib.stride_tricks.sliding_window_view(columns, rule.window, axis=1).mean(axis=2)
     shows = rule.holds(means[0], means) & (others > others[0] if rule.rising else True)
     if not shows.any():
         return None
@@ -146,7 +135,7 @@ def text_signs(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
     prompts_of = Counter(completion for _, completion in set(texts))
     repeated = equal = 0
     for _, completion in texts:
-        words = completion[:LONGEST_TEXT].split()
+        words = completion.split()
         runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
         if len(words) >= LEAST_WORDS:
             repeated += len(runs) > 2 * len(set(runs))

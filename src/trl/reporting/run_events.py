@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -22,7 +22,6 @@ EVENTS = "run.jsonl"
 PARTS = "completions"
 KEPT_PARTS = 200  # files of completions of a run
 Event = dict[str, Any]  # JSON values
-Columns = Mapping[str, Sequence[object]]
 
 
 def parts_in(folder: Path) -> dict[int, Path]:
@@ -30,12 +29,6 @@ def parts_in(folder: Path) -> dict[int, Path]:
     files = (folder / PARTS).glob("completions_*.parquet")
     steps = {path.stem.removeprefix("completions_"): path for path in files}
     return dict(sorted((int(step), path) for step, path in steps.items() if step.isdigit()))
-
-
-def read_part(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of a file of completions, and its columns of rewards."""
-    table = pq.read_table(path)
-    return table.to_pylist(), json.loads((table.schema.metadata or {}).get(b"trl_rewards", b"[]"))
 
 
 def shortened(value: Any, longest: int) -> Any:
@@ -65,19 +58,18 @@ class RunEvents:
     def __init__(self, folder: Path | None = None, run: str | None = None, *, step: int = 0, steps: int = 0) -> None:
         """Go on after step `step` of `run`, of `steps`; what is later, or of other runs, is removed."""
         self.is_active, self._folder = folder is not None, folder or Path()
-        self._steps, self._next_part = steps, step
-        if folder is None:
-            return
-        with self._stopping_at_errors():
-            folder.mkdir(parents=True, exist_ok=True)
-            events = events_in(folder) if step else []
-            kept = [*takewhile(lambda event: event["step"] <= step and event.get("run", run) == run, events)]
-            (folder / EVENTS).touch()
-            lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
-            os.truncate(folder / EVENTS, sum(map(len, lines[: len(kept)])))
-            for number, part in parts_in(folder).items():
-                if number > step or not kept:
-                    part.unlink()
+        self._steps, self.next_part = steps, step  # of the next completions that are kept in a file
+        if folder is not None:
+            with self._stopping_at_errors():
+                folder.mkdir(parents=True, exist_ok=True)
+                events = events_in(folder) if step else []
+                kept = [*takewhile(lambda event: event["step"] <= step and event.get("run", run) == run, events)]
+                (folder / EVENTS).touch()
+                lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+                os.truncate(folder / EVENTS, sum(map(len, lines[: len(kept)])))
+                for number, part in parts_in(folder).items():
+                    if number > step or not kept:
+                        part.unlink()
 
     def write(self, event: str, step: int, **fields: object) -> None:
         """Append an event as one line, in one call of the system."""
@@ -88,18 +80,13 @@ class RunEvents:
         with self._stopping_at_errors(), (self._folder / EVENTS).open("ab", buffering=0) as file:
             file.write(line.encode("utf-8", "replace") + b"\n")
 
-    def keeps_part(self, step: int) -> bool:
-        """Whether the completions of a step are among those of which a file is kept."""
-        return self.is_active and step >= self._next_part
-
-    def write_part(self, folder: Path, step: int, columns: Columns, rewards: Sequence[str]) -> None:
-        """Write completions aside and rename them into place; the schema names the columns of `rewards`."""
-        self._next_part = step + max(1, self._steps // KEPT_PARTS)
+    def write_part(self, folder: Path, step: int, columns: dict[str, list[Any]]) -> None:
+        """Write completions aside and rename them into place."""
+        self.next_part = step + max(1, self._steps // KEPT_PARTS)
         path = folder / PARTS / f"completions_{step:05d}.parquet"
-        table = pa.table(dict(columns)).replace_schema_metadata({"trl_rewards": json.dumps(list(rewards))})
         with self._stopping_at_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, aside := path.with_suffix(".new"))
+            pq.write_table(pa.table(columns), aside := path.with_suffix(".new"))
             os.replace(aside, path)
 
     def close(self) -> None:

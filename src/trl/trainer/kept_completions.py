@@ -63,7 +63,7 @@ class KeptCompletions:
         if newest is None or not (shows or events.is_active):
             return
         bound = len(newest.texts) if shows else max(KEPT_ROWS // group * group, min(group, 2 * KEPT_ROWS))
-        if shows or events.keeps_part(step):
+        if shows or step >= events.next_part:
             first = trainer.accelerator.process_index * len(newest.experience)
             columns = self.columns(newest, bound, trainer.rollouts.tokenizer)
             rows, learned = range(first, first + len(columns["prompt"])), len(newest.experience) * trainer.args.sp_size
@@ -76,8 +76,7 @@ class KeptCompletions:
                 columns = {name: [value for part in parts for value in part[name]] for name in columns}
                 self._shown = columns, newest.names
             if trainer.is_world_process_zero():
-                part = file_columns(columns, step, cut=not shows)
-                events.write_part(Path(trainer.args.output_dir), step, part, newest.names)
+                events.write_part(Path(trainer.args.output_dir), step, file_columns(columns, step, cut=not shows))
         if events.is_active:
             events.write("rollouts", step, **batch_facts(newest, bound))
 
@@ -107,8 +106,8 @@ class KeptCompletions:
         columns: Columns = {"prompt": [prompt for prompt, _ in texts], "completion": [text for _, text in texts]}
         for name, column in zip(newest.names, source_table(rows.per_row, newest.names), strict=True):
             columns[name] = _known(column)  # None where a source has no score
-        columns["advantage"] = _known(rows.per_row[ADVANTAGE]) if ADVANTAGE in rows.per_row else [None] * count
         columns["reward"] = _known(_rewards(rows))
+        columns["advantage"] = _known(rows.per_row[ADVANTAGE]) if ADVANTAGE in rows.per_row else [None] * count
         ids = [tokens[:KEPT_TOKENS].tolist() for tokens in rows.completions.split()]
         for token in {token for row in ids for token in row} - self._pieces.keys():
             self._pieces[token] = str(tokenizer.decode([token]))

@@ -1,14 +1,13 @@
 "use strict";
 // What a completion says is only ever set as text, never as markup.
 const runs = JSON.parse(document.getElementById("data").textContent);
-const space = document.getElementById("blank").namespaceURI;
+const space = new DOMParser().parseFromString("<svg>", "text/html").body.firstChild.namespaceURI;
 const FIRST = ["reward", "loss", "objective/scores", "eval_loss", "kl", "entropy", "reward_std", "completions/mean_length",
   "frac_reward_zero_std", "mean_token_accuracy", "grad_norm", "learning_rate"];
 const SHADES = { logps: ["log-prob", -6], entropies: ["entropy", 3] }; // and nats of the strongest colour
 
 function make(parent, tag, attributes = {}, text = "") {
-  const vector = ["svg", "path", "rect"].includes(tag);
-  const element = vector ? document.createElementNS(space, tag) : document.createElement(tag);
+  const element = document.createElementNS(tag === "svg" ? space : parent.namespaceURI, tag); // HTML in HTML, SVG in SVG
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.textContent = text;
   parent.append(element);
@@ -33,11 +32,10 @@ function plot(list, name) {
 const curveControls = document.getElementById("curve-controls"), { metric, smoothing, from, to, all } = curveControls.elements;
 const charts = [];
 function pointsOf(curve, weight) { // with means, which weigh the newest value most
-  let mean = 0, mass = 0;
-  return curve.map(([step, raw]) => {
-    mean = weight * mean + (1 - weight) * raw;
-    mass = weight * mass + (1 - weight);
-    return { step, raw, mean: mean / mass };
+  let sum = 0;
+  return curve.map(([step, raw], at) => {
+    sum = weight * sum + (1 - weight) * raw;
+    return { step, raw, mean: sum / (1 - weight ** (at + 1)) };
   });
 }
 function drawCurves() { // steps and values are coordinates of the pictures
@@ -71,23 +69,22 @@ function show(step, start = step) { // the values at a step, and the range that 
   }
 }
 function follow(svg) { // the pointer: all curves show its step, and zoom to the steps that it is dragged over
-  let start = null;
+  let start;
   const on = (kind, react) => svg.addEventListener(kind, (event) => {
     const { x } = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
     react(Math.min(Math.max(x, from.value), to.value), event);
   });
   on("pointerdown", (step, event) => { start = step; svg.setPointerCapture(event.pointerId); });
-  on("pointermove", (step) => show(step, start ?? step));
+  on("pointermove", (step) => show(step, start));
   on("pointerleave", () => show(Number(to.value)));
   on("pointerup", (step) => {
     const [first, last] = [step, start ?? step].sort((a, b) => a - b);
-    start = null;
+    start = undefined;
     if (last - first > (to.value - from.value) / 50) zoom(Math.floor(first), Math.ceil(last));
   });
 }
 function zoom(first, last) {
-  from.value = first;
-  to.value = last;
+  [from.value, to.value] = [first, last];
   drawCurves();
 }
 const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
@@ -106,8 +103,9 @@ showAll();
 
 // ---- histograms
 
-for (const { name, histograms } of runs) for (const [title, { low, high, steps, counts }] of Object.entries(histograms)) {
-  const { note, svg, ends } = plot(document.getElementById("times"), `${title} of completions over time, ${name}`);
+for (const { name, histograms } of runs) for (const [kind, { low, high, steps, counts }] of Object.entries(histograms)) {
+  const title = { rewards: "Rewards", lengths: "Tokens" }[kind] + " of completions over time, " + name;
+  const { note, svg, ends } = plot(document.getElementById("times"), title);
   note.textContent = `${number(low)} (bottom) to ${number(high)} (top); stronger colour: more often`;
   svg.setAttribute("viewBox", `0 0 ${counts.length} ${counts[0].length}`);
   counts.forEach((column, x) => column.reverse().forEach((count, y) => {
@@ -118,9 +116,7 @@ for (const { name, histograms } of runs) for (const [title, { low, high, steps, 
 
 // ---- completions
 
-const answerControls = document.getElementById("answer-controls"), { run, shown, part, step, shade } = answerControls.elements;
-const having = runs.filter((run) => run.completions.length), keyOf = (row) => JSON.stringify(row.prompt);
-const stepsOf = (rows) => [...new Set(rows.map((row) => row.step))];
+const answerControls = document.getElementById("answer-controls"), { shown, shade } = answerControls.elements;
 const plain = (content) => (typeof content === "string" ? content : JSON.stringify(content));
 function drawText(parent, text) { // or messages: answers of tools hang below the message that called them
   if (typeof text === "string") { make(parent, "p", { class: "tokens" }, text); return; }
@@ -140,7 +136,7 @@ function drawText(parent, text) { // or messages: answers of tools hang below th
 function drawCard(parent, row) {
   const { advantage } = row.numbers;
   const card = make(parent, "section", { class: "card" + (advantage > 0 ? " up" : advantage < 0 ? " down" : ""), tabindex: 0 });
-  const numbers = make(card, "p", { class: "numbers" }, shown.value && `step ${row.step} · `);
+  const numbers = make(card, "p", { class: "numbers" }, `step ${row.step} · `);
   for (const [name, value] of Object.entries(row.numbers)) { make(numbers, "b", {}, name + " " + number(value)); numbers.append(" · "); }
   numbers.append(row.length + " tokens");
   if (!shade.value) { drawText(card, row.completion); return; }
@@ -154,34 +150,26 @@ function drawCard(parent, row) {
   });
   if (row.length > row.texts.length) make(card, "p", { class: "soft" }, row.length - row.texts.length + " tokens more");
 }
-function listPrompts() {
-  const rows = having[run.selectedIndex].completions;
-  part.max = part.value = stepsOf(rows).length - 1;
-  shown.replaceChildren();
-  make(shown, "option", { value: "" }, "a step, its groups side by side");
-  const prompts = [...Map.groupBy(rows, keyOf)].map(([key, rows]) => [key, stepsOf(rows).length]);
-  for (const [value, count] of prompts.sort((a, b) => b[1] - a[1])) {
-    const text = [JSON.parse(value)].flat().map((turn) => plain(turn.content ?? turn)).join(" ");
-    make(shown, "option", { value }, `${text.slice(-60)} (${count} ${count > 1 ? "steps" : "step"})`);
+for (const { name, completions } of runs) { // options: a step with its groups side by side, or all that a prompt got
+  const options = make(shown, "optgroup", { label: name });
+  const add = (title, groups) => Object.assign(make(options, "option", {}, title), { groups });
+  for (const [step, rows] of [...Map.groupBy(completions, (row) => row.step)].reverse())
+    add("step " + step, [...Map.groupBy(rows, (row) => row.group).values()]);
+  const prompts = Map.groupBy(completions, (row) => JSON.stringify(row.prompt));
+  for (const rows of [...prompts.values()].sort((a, b) => b.length - a.length)) {
+    const text = [rows[0].prompt].flat().map((turn) => plain(turn.content ?? turn)).join(" ");
+    add(`${text.slice(-60)} (${rows.length} completions)`, [rows]);
   }
 }
-function drawAnswers() { // the groups of a step, or all completions of a prompt
-  const rows = having[run.selectedIndex].completions, list = document.getElementById("answer-list");
-  step.value = stepsOf(rows)[part.value];
-  part.parentElement.hidden = shown.value;
-  const isShown = (row) => (shown.value ? keyOf(row) === shown.value : row.step === Number(step.value));
+function drawAnswers() {
+  const list = document.getElementById("answer-list");
   list.replaceChildren();
-  for (const group of Map.groupBy(rows.filter(isShown), (row) => shown.value || row.group).values()) {
+  for (const rows of shown.selectedOptions[0]?.groups || []) {
     make(list, "h3", {}, "Prompt");
-    drawText(list, group[0].prompt);
+    drawText(list, rows[0].prompt);
     const cards = make(list, "div", { class: "cards" });
-    for (const row of group) drawCard(cards, row);
+    for (const row of rows) drawCard(cards, row);
   }
 }
-if (having.length) {
-  run.parentElement.hidden = having.length < 2;
-  run.addEventListener("input", listPrompts);
-  answerControls.addEventListener("input", drawAnswers);
-  listPrompts();
-  drawAnswers();
-}
+answerControls.addEventListener("input", drawAnswers);
+drawAnswers();

@@ -10,10 +10,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from trl.checkpoints.wholeness import checkpoints_in, newest_whole
 from trl.reporting.run_checks import signs_of
-from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part, shortened
+from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, shortened
 from trl.reporting.tables import duration
 from trl.reporting.usage import usage_of
 from trl.scripts.pages import embedded
@@ -50,9 +51,9 @@ class Run:
         self.state = "ended" if self.has_ended else "is going on, or was stopped,"
         self.state += f" after step {events[-1]['step']:,}" + f" of {self.start['steps']:,}" * bool(self.start["steps"])
         self.figures = figures_of(folder, events, self.start, logs)
-        size, kinds = share * PAGE_BYTES * max(1.0, len(logs) / 1_000), {"Rewards": "rewards", "Tokens": "lengths"}
+        size, kinds = share * PAGE_BYTES * max(1.0, len(logs) / 1_000), ("rewards", "lengths")
         self.data: Json = {"name": name, "curves": curves_of(logs, CURVES * size, self.notes)}
-        self.data["histograms"] = {k: histogram_over_time(rollouts, kind) for k, kind in kinds.items() if rollouts}
+        self.data["histograms"] = {kind: histogram_over_time(rollouts, kind) for kind in kinds if rollouts}
         self.data["completions"] = completions_of(folder, size - len(embedded(self.data)), self.notes)
 
 
@@ -92,11 +93,10 @@ def curves_of(logs: Sequence[Event], size: float, notes: list[str]) -> dict[str,
     stride = math.ceil(max(max(counts) / POINTS, sum(counts) * POINT_BYTES / size))
     if stride > 1:
         notes.append(f"a point of a curve is the mean of {stride} logs")
-    thinned = {}
     for name, points in curves.items():
         parts = [points[at : at + stride] for at in range(0, len(points), stride)]
-        thinned[name] = [(part[-1][0], float(f"{fmean(value for _, value in part):.5g}")) for part in parts]
-    return thinned
+        curves[name] = [(part[-1][0], float(f"{fmean(value for _, value in part):.5g}")) for part in parts]
+    return curves
 
 
 def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
@@ -127,11 +127,10 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> list[Json]:
 
 
 def shown_rows(step: int, path: Path) -> Iterator[Json]:
-    """The completions of a file: numbers, texts or messages, and columns of the first `SHADED` tokens."""
-    rows, rewards = read_part(path)
-    for row in rows:
+    """The completions of a file: rewards and advantage, texts or messages, columns of the first `SHADED` tokens."""
+    for row in pq.read_table(path).to_pylist():
         shown: Json = {"step": step, "group": row["group"], "length": len(row["token_texts"])}
-        shown["numbers"] = {name: row[name] for name in (*rewards, "reward", "advantage") if is_number(row[name])}
+        shown["numbers"] = {name: v for name, v in row.items() if isinstance(v, float) and is_number(v)}
         for name in ("prompt", "completion"):
             shown[name] = shortened(json.loads(row[name]) if row[f"chat_{name}"] else row[name], TEXT)
         for name in ("texts", "logps", "entropies", "tool"):

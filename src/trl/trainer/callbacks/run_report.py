@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partialmethod
 from pathlib import Path
@@ -32,17 +32,15 @@ class RunReport(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self.events = trainer, RunEvents()
-        self._seconds, self._mark = Counter[str](), 0.0
-        self.settings: Mapping[str, object] | None = (
-            None  # that a command changed; None: those of the trainer
-        )
+        self._seconds, self._mark = defaultdict[str, float](float), 0.0
+        self.settings: Mapping[str, object] | None = None  # that a command changed; None: those of the trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: object, **_: object) -> None:
         """Begin, or go on after the checkpoint's step."""
         if not (getattr(args, "report", False) and state.is_world_process_zero):
             return
         trainer = self._trainer
-        self._seconds, self._mark = Counter(), time.perf_counter()
+        self._seconds, self._mark = defaultdict(float), time.perf_counter()
         self.events = begin(
             args.output_dir, trainer._name, trainer.model, trainer.accelerator, run=trainer.runs.name,
             settings=changed_settings(args) if self.settings is None else self.settings, step=state.global_step,
@@ -57,9 +55,9 @@ class RunReport(TrainerCallback):
         self._seconds[phase] += now - self._mark
         self._mark = now
 
-    on_step_begin = partialmethod(_spend, "rollouts and data")  # rollouts of methods that generate
-    on_step_end = partialmethod(_spend, "training")  # the forward and backward passes and the update
-    on_evaluate = partialmethod(_spend, "evaluation")
+    on_step_begin: Any = partialmethod(_spend, "rollouts and data")  # rollouts of methods that generate
+    on_step_end: Any = partialmethod(_spend, "training")  # the forward and backward passes and the update
+    on_evaluate: Any = partialmethod(_spend, "evaluation")
 
     def on_save(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """A checkpoint was written."""
