@@ -1,10 +1,12 @@
 """Signs in the logs of a run that something is wrong. The thresholds are rules of thumb (docs/guides/report.md)."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from trl.reporting.run_events import Event
 
 WINDOW = 3  # logs over which a mean is taken
 USUAL = 20  # logs whose median gradient is the usual one, and over which an accuracy of 0.5 counts as stuck
@@ -94,12 +96,12 @@ RULES_WITHOUT_REWARDS = (
 )  # fmt: skip
 
 
-def signs_of(events: Sequence[Mapping[str, Any]]) -> list[Sign]:
+def signs_of(events: Sequence[Event]) -> list[Sign]:
     """The signs that the events of a run show, in the order of their steps."""
-    logs, rollouts = list[dict[str, Any]](), dict[str, Any]()
+    logs, rollouts = list[Event](), Event()
     for event in events:
         if event["event"] == "rollouts":
-            rollouts = dict(event)
+            rollouts = event
         elif event["event"] == "log":
             values = {ALIASES.get(name) or name: value for name, value in event["values"].items()}
             logs.append(rollouts | values | {"step": event["step"]})
@@ -108,7 +110,7 @@ def signs_of(events: Sequence[Mapping[str, Any]]) -> list[Sign]:
     return sorted({sign.name: sign for sign in signs}.values())  # the first of a name
 
 
-def first_sign(rule: Rule, logs: Sequence[Mapping[str, Any]]) -> Sign | None:
+def first_sign(rule: Rule, logs: Sequence[Event]) -> Sign | None:
     """The first place where a rule holds."""
     rising = rule.rising or rule.metric
     logs = [log for log in logs if rule.metric in log and rising in log]

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -80,13 +80,13 @@ class RunEvents:
         with self._stopping_at_errors(), (self._folder / EVENTS).open("ab", buffering=0) as file:
             file.write(line.encode("utf-8", "replace") + b"\n")
 
-    def write_part(self, folder: Path, step: int, columns: dict[str, list[Any]]) -> None:
+    def write_part(self, folder: Path, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Write completions aside and rename them into place."""
         self.next_part = step + max(1, self._steps // KEPT_PARTS)
         path = folder / PARTS / f"completions_{step:05d}.parquet"
         with self._stopping_at_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pa.table(columns), aside := path.with_suffix(".new"))
+            pq.write_table(pa.table(dict(columns)), aside := path.with_suffix(".new"))
             os.replace(aside, path)
 
     def close(self) -> None:

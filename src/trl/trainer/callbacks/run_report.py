@@ -13,7 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from trl.data.prepared_sets import sequence_lengths
 from trl.options.shared import changed_settings
@@ -35,7 +35,7 @@ class RunReport(TrainerCallback):
         self._seconds, self._mark = defaultdict[str, float](float), 0.0
         self.settings: Mapping[str, object] | None = None  # that a command changed; None: those of the trainer
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: object, **_: object) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
         """Begin, or go on after the checkpoint's step."""
         if not (getattr(args, "report", False) and state.is_world_process_zero):
             return
