@@ -210,6 +210,6 @@ def test_chromium_shows_it_without_errors_or_requests(tmp_path):
     assert (
         stated["shaded"] == 8 * 60
         and stated["cards"] > 0
-        and stated["options"][0] == "step 1000"
+        and stated["options"][0] == "run: step 1000"
         and stated["opened"] < 5_000
     )

@@ -63,7 +63,7 @@ function show(step, start = step) { // the values at a step, and the range that 
   const nearer = (a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
   for (const { lines, note, cursor } of charts) {
     const points = lines.filter((line) => line.length).map((line) => line.reduce(nearer));
-    note.textContent = points.map((point) => `${number(point.mean)} at ${point.step}`).join(" | ");
+    note.textContent = points.map((point) => number(point.mean) + (step < to.value ? " at " + point.step : "")).join(" | ");
     cursor.setAttribute("x", Math.min(step, start));
     cursor.setAttribute("width", Math.abs(step - start) || (to.value - from.value) / 300);
   }
@@ -151,8 +151,7 @@ function drawCard(parent, row) {
   if (row.length > row.texts.length) make(card, "p", { class: "soft" }, row.length - row.texts.length + " tokens more");
 }
 for (const { name, completions } of runs) { // options: a step with its groups side by side, or all that a prompt got
-  const options = make(shown, "optgroup", { label: name });
-  const add = (title, groups) => Object.assign(make(options, "option", {}, title), { groups });
+  const add = (title, groups) => Object.assign(make(shown, "option", {}, `${name}: ${title}`), { groups });
   for (const [step, rows] of [...Map.groupBy(completions, (row) => row.step)].reverse())
     add("step " + step, [...Map.groupBy(rows, (row) => row.group).values()]);
   const prompts = Map.groupBy(completions, (row) => JSON.stringify(row.prompt));
