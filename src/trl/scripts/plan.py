@@ -62,22 +62,14 @@ def plan(
     `config` is a YAML file of `trl METHOD`, a model's folder or name on the Hub, or a model's config. `memory` is that
     of a GPU (`"80GB"`): the plan then says what fits. `levers` also measures what each lever frees. `options` are those
     of the method's command, and `accelerate_config`. Raises: ValueError for options that do not fit; FileNotFoundError.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-        >>> trl.plan(small, max_length=128, use_cpu=True).parts["weights"]  # doctest: +SKIP
-        16679424.0
     """
     from trl.scripts.planning.plan import planned
     from trl.scripts.planning.run import run_for
 
-    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-    if not isinstance(config, (str, Path)):
-        return planned(run_for(method, [], gpus, memory, config, settings), levers=levers)
-    is_file = str(config).endswith((".yaml", ".yml"))
-    words = ["--config" if is_file else "--model_name_or_path", str(config)]
-    return planned(run_for(method, words, gpus, memory, settings=settings), levers=levers)
+    settings, words = {name: list(x) if isinstance(x, tuple) else x for name, x in options.items()}, list[str]()
+    if is_named := isinstance(config, (str, Path)):
+        words = ["--config" if str(config).endswith((".yaml", ".yml")) else "--model_name_or_path", str(config)]
+    return planned(run_for(method, words, gpus, memory, None if is_named else config, settings), levers=levers)
 
 
 def size_of(number: float) -> str:

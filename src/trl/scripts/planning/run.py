@@ -201,11 +201,12 @@ def run_for(
         raise ValueError(f"{refused[0]} is not planned. Leave it out.")
     if config is None and model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
-    config = config or _load_config(model_args.model_name_or_path, model_args)
+    source = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
+    config = config or load_config(str(model_args.model_name_or_path), source)
     if (kind := type(config.get_text_config())) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         raise ValueError(f"{kind.__name__} is of no causal model of transformers, and not planned. Give a text model.")
     frozen = {
-        what: _load_config(options[name], model_args)
+        what: load_config(options[name], source)
         for name, what in _MODELS.items()
         if options.get(name) not in (None, getattr(type(args), name, None))  # RLOO names a model that it does not load
     }
@@ -224,11 +225,6 @@ def run_for(
     if run.vllm and size is None:
         raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
     return run
-
-
-def _load_config(name: Any, model_args: ModelConfig) -> PretrainedConfig:
-    source = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
-    return load_config(str(name), source)
 
 
 def meta_model(
