@@ -44,7 +44,7 @@ def test_a_run_and_its_resumed_rest_are_written_once(tmp_path):
     rows = rows_of(tmp_path / "run", 3)
     batch = of(first, "rollouts")[2]
     rewards = [name for name, value in rows[0].items() if isinstance(value, float)]
-    assert rewards == ["even_tokens", "reward", "advantage"] and batch["of"] == 8
+    assert rewards == ["even_tokens", "advantage", "reward"] and batch["of"] == 8
     assert [float(f"{row['even_tokens']:.4g}") for row in rows] == batch["rewards"]
     assert [row["group"] for row in rows] == [0] * 4 + [1] * 4
     for row, length in zip(rows, batch["lengths"], strict=True):

@@ -106,8 +106,8 @@ class KeptCompletions:
         columns: Columns = {"prompt": [prompt for prompt, _ in texts], "completion": [text for _, text in texts]}
         for name, column in zip(newest.names, source_table(rows.per_row, newest.names), strict=True):
             columns[name] = _known(column)  # None where a source has no score
-        columns["reward"] = _known(_rewards(rows))
         columns["advantage"] = _known(rows.per_row[ADVANTAGE]) if ADVANTAGE in rows.per_row else [None] * count
+        columns["reward"] = _known(_rewards(rows))
         ids = [tokens[:KEPT_TOKENS].tolist() for tokens in rows.completions.split()]
         for token in {token for row in ids for token in row} - self._pieces.keys():
             self._pieces[token] = str(tokenizer.decode([token]))
