@@ -38,23 +38,23 @@ function pointsOf(curve, weight) { // with means, which weigh the newest value m
     return { step, raw, mean: sum / (1 - weight ** (at + 1)) };
   });
 }
-function drawCurves() { // steps and values are coordinates of the pictures
+function drawCurves() { // steps are coordinates of the pictures; values, which may be too small for that, are scaled
   const [first, last] = [from, to].map((end) => Number(end.value)), weight = Number(smoothing.value);
   for (const chart of charts) {
     chart.figure.hidden = !chart.name.includes(metric.value);
     chart.lines = chart.curves.map((curve) => pointsOf(curve, weight).filter(({ step }) => step >= first && step <= last));
     const values = chart.lines.flat().map(({ raw }) => raw);
     const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 0];
-    const margin = (high - low) / 20 || 1, top = -high - margin, height = high - low + 2 * margin;
-    chart.svg.setAttribute("viewBox", [first, top, Math.max(last - first, 1), height].join(" "));
+    const y = (value) => (high > low ? 4 + (92 * (high - value)) / (high - low) : 50).toFixed(2);
+    chart.svg.setAttribute("viewBox", [first, 0, Math.max(last - first, 1), 100].join(" "));
     chart.svg.replaceChildren();
     chart.lines.forEach((points, run) => {
       for (const kind of weight ? ["raw", "mean"] : ["mean"]) {
-        const d = points.map((point, at) => `${at ? "L" : "M"}${point.step} ${-point[kind]}h0`).join(""); // of one point: a dot
+        const d = points.map((point, at) => `${at ? "L" : "M"}${point.step} ${y(point[kind])}h0`).join(""); // of one point: a dot
         make(chart.svg, "path", { class: kind + (run ? " other" : ""), d });
       }
     });
-    chart.cursor = make(chart.svg, "rect", { class: "cursor", y: top, height });
+    chart.cursor = make(chart.svg, "rect", { class: "cursor", height: 100 });
     chart.ends.textContent = values.length ? number(low) + " to " + number(high) : "no value in this range";
   }
   show(last);
