@@ -40,7 +40,7 @@ def make_run(
     events.write(
         "start", 0, time=0.0, run=f"run{seed}", method="GRPO", steps=steps, model="tiny",
         settings={"learning_rate": 1e-5 * (1 + seed), "output_dir": str(folder), "beta": 0.04, "note": HOSTILE},
-        data={"rows": 500, "summaries": ["500 rows"], "lengths": {"counts": [3, 9, 1], "edges": [0.0, 10.0, 20.0, 30.0]}},
+        data={"rows": 500, "summaries": ["500 rows"], "lengths": [(3, "0 to 10 tokens"), (9, "10 to 20 tokens"), (1, "20 to 30 tokens")]},
         parameters=[1000, 2000], processes=1, device="cpu", versions={"python": "3.11"},
     )  # fmt: skip
     for step in range(1, steps + 1):

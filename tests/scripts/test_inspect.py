@@ -15,8 +15,9 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_image
 from trl.data.pipeline import Counting, PreparationReport, RowKind
+from trl.reporting.run_events import histogram
 from trl.scripts import inspect
-from trl.scripts.inspection.collect import STREAMED_ROWS, Inspection, blank_model, first_rows, histogram
+from trl.scripts.inspection.collect import STREAMED_ROWS, Inspection, blank_model, first_rows
 from trl.scripts.inspection.faults import Texts, near_rows, report_faults, shingles
 from trl.scripts.inspection.tokens import Part, TokenSequence, piece_roles, row_parts, texts_of
 from trl.scripts.pages import render
@@ -264,18 +265,18 @@ def test_roles_of_pieces_follow_the_texts():
 
 
 def test_histograms_count_every_number():
-    bars = histogram(np.array([1, 1, 2, 5]), "tokens")
-    assert [int(bar.title.rpartition(": ")[2]) for bar in bars] == [2, 1, 0, 0, 1]
-    assert [bar.height for bar in bars] == [100, 50, 0, 0, 50]
-    assert [bar.title for bar in histogram(np.array([0.5]), "reward")] == ["0.5 to 0.5 reward: 1"]
+    assert [count for count, _ in histogram(np.array([1, 1, 2, 5]), "tokens")] == [2, 1, 0, 0, 1]
+    assert histogram(np.array([0.5]), "reward") == [(1, "0.5 to 0.5 reward")]
     wide = histogram(np.arange(100), "tokens")
-    assert [wide[0].title, wide[-1].title, len(wide)] == ["0 to 2 tokens: 3", "99 to 101 tokens: 1", 34]
+    assert [wide[0], wide[-1], len(wide)] == [(3, "0 to 2 tokens"), (1, "99 to 101 tokens"), 34]
+    page = render("inspection.html", inspection=Inspection("sky", {}, {"Tokens": wide}, tiny_tokenizer(), [], []))
+    assert page.count('height="100.0"><title>') == 33 and 'height="33.33"><title>99 to 101 tokens: 1</title>' in page
 
 
 def test_the_page_shows_the_ends_of_long_sequences():
     sequence = TokenSequence("text", [*range(700)], ["masked"] * 700, ["a"] * 700, [None] * 700)
     inspection = Inspection("sky", {}, {}, tiny_tokenizer(), [], [(3, [sequence])])
-    page = render("trl.scripts.inspection", "page.html", inspection=inspection, zip=zip)
+    page = render("inspection.html", inspection=inspection, zip=zip)
     ids = [int(number) for number in re.findall(r"title='(\d+):", page)]
     assert ids == [*range(300), *range(400, 700)] and "> … 100 tokens … <" in page and "text: 700 tokens" in page
 

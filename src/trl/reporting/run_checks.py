@@ -130,9 +130,6 @@ def text_signs(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
     """The shares of completions that repeat most of their runs of four words, and that equal one of another prompt.
 
     Both count those of `LEAST_WORDS` words or more: short answers may well be equal. `texts`: prompts and completions.
-
-    >>> text_signs([("a", "so it is " * 20), ("b", "yes")])
-    {'repeated': 0.5, 'equal': 0.0}
     """
     prompts_of = Counter(completion for _, completion in set(texts))
     repeated = equal = 0

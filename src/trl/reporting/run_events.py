@@ -5,14 +5,16 @@ Events have a name (`event`), an optimiser step (`step`) and a time. A resumed r
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS = "run.jsonl"
 PARTS = "completions"
+BARS = 40  # of a histogram
 KEPT_PARTS = 200  # files of completions of a run
 Event = dict[str, Any]  # JSON values
 
@@ -38,6 +41,15 @@ def shortened(value: Any, longest: int) -> Any:
     if isinstance(value, Mapping):
         return {name: shortened(item, longest) for name, item in value.items()}
     return [shortened(item, longest) for item in value] if isinstance(value, list | tuple) else value
+
+
+def histogram(numbers: np.ndarray, unit: str) -> list[tuple[int, str]]:
+    """The bars of a histogram: how many numbers, and in which range."""
+    low, high, is_whole = float(numbers.min()), float(numbers.max()), bool((numbers == numbers.round()).all())
+    step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
+    edges = np.arange(low, high + step + 0.5, step) if is_whole else np.linspace(low, high, 1 + BARS ** (high > low))
+    ranges = [f"{first:.5g} to {last - is_whole:.5g} {unit}" for first, last in pairwise(edges)]
+    return [*zip(np.histogram(numbers, edges)[0].tolist(), ranges, strict=True)]
 
 
 def events_in(folder: Path) -> list[Event]:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(parser.prog, error)
     print_inspection(inspection)
     if options.html is not None:
-        page = render("trl.scripts.inspection", "page.html", inspection=inspection, zip=zip)
+        page = render("inspection.html", inspection=inspection, zip=zip)
         options.html.write_text(page, encoding="utf-8")
         print(f"Written: {options.html}")
     return int(options.strict and bool(inspection.faults))

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = None) -> bool:
     """Write the page in one piece and print what was seen; returns whether all runs have ended."""
-    from trl.scripts.pages import bars, embedded, render
+    from trl.scripts.pages import embedded, render
     from trl.scripts.pages.runs import Run, compared
 
     names = [folder.resolve().name for folder in folders]
@@ -57,7 +57,7 @@ def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = N
     runs = [Run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
     have_ended = all(run.has_ended for run in runs)
     text = render(
-        "trl.scripts.pages", "run.html", runs=runs, bars=bars, data=embedded([run.data for run in runs]),
+        "run.html", runs=runs, data=embedded([run.data for run in runs]),
         figures=compared([run.figures for run in runs]),
         settings=compared([run.start["settings"] for run in runs], missing="default"),
         refresh=None if have_ended else refresh, written=time.strftime("%Y-%m-%d %H:%M:%S"),

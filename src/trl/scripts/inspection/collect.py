@@ -1,7 +1,6 @@
 """A data set prepared by the trainer of a method, and everything that is looked at in it."""
 
 import logging
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
@@ -24,15 +23,14 @@ from trl.data.rendering import text_tokenizer
 from trl.models.loading import architecture_of, load_config, load_processing_class
 from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER
 from trl.models.switches import holding
+from trl.reporting.run_events import histogram
 from trl.scripts.inspection import faults
 from trl.scripts.inspection.faults import Fault
 from trl.scripts.inspection.tokens import ShownRow, shown_rows
 from trl.scripts.messages import Trainer
-from trl.scripts.pages import Bar, bars
 from trl.scripts.training import COMMANDS, load_inputs
 
 STREAMED_ROWS = 10_000  # of a stream
-BARS = 40
 SCORED_ROWS = 1_000  # whose answers are given to reward functions
 CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
 # Without settings that need weights or more than this process, or put rows into another order.
@@ -48,7 +46,7 @@ class Inspection:
 
     title: str
     figures: dict[str, str]
-    histograms: dict[str, list[Bar]]
+    histograms: dict[str, list[tuple[int, str]]]  # bars
     tokenizer: PreTrainedTokenizerBase
     faults: list[Fault]
     shown: list[ShownRow]
@@ -162,14 +160,6 @@ def figures_of(trainer: Trainer, rows: int, lengths: np.ndarray, context: int | 
         filled = float(list_lengths(prepared, "input_ids").mean() / args.max_length)
         figures["packed"] = f"{len(prepared):,} rows of {args.max_length:,} tokens, {filled:.1%} filled"
     return figures
-
-
-def histogram(numbers: np.ndarray, unit: str) -> list[Bar]:
-    """The bars of a histogram."""
-    low, high, is_whole = float(numbers.min()), float(numbers.max()), bool((numbers == numbers.round()).all())
-    step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
-    edges = np.arange(low, high + step + 0.5, step) if is_whole else np.linspace(low, high, 1 + BARS ** (high > low))
-    return bars(np.histogram(numbers, edges)[0].tolist(), edges.tolist(), unit, is_whole=is_whole)
 
 
 def scored(functions: Sequence[str], rows: Dataset, column: str) -> dict[str, np.ndarray]:

@@ -207,10 +207,9 @@ def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
     has_lora = find_spec("peft") is not None and not model.load_in_4bit
     has_bits = find_spec("bitsandbytes") is not None and "bit" not in args.optim.value and not deepspeed
     has_reference = getattr(args, "precompute_ref_log_probs", None) is False
-    steps = run.rows * args.gradient_accumulation_steps
-    fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
+    steps = {"gradient_accumulation_steps": run.rows * args.gradient_accumulation_steps}
     levers = [
-        ("smaller micro-batches", run.rows > 1, fewer),
+        ("smaller micro-batches", run.rows > 1, {"per_device_train_batch_size": 1, **steps}),
         ("rows of half the length", True, of_length(run, run.lengths.row // 2)),
         ("gradient checkpointing", not args.gradient_checkpointing, {"gradient_checkpointing": True}),
         ("bfloat16 weights", not (args.weights or model.use_peft or deepspeed), {"weights": RESIDUAL}),

@@ -211,9 +211,7 @@ def run_for(
         if options.get(name) not in (None, getattr(type(args), name, None))  # RLOO names a model that it does not load
     }
     if method in ("gkd", "distillation") and not ("teacher" in frozen or model_args.use_peft):
-        raise ValueError(
-            "teacher_model_name_or_path is missing. Give a teacher, or set use_peft: its base teaches then."
-        )
+        raise ValueError("teacher_model_name_or_path is missing. Give one, or set use_peft: its base teaches then.")
     if model_args.load_in_4bit and not model_args.use_peft:
         raise ValueError("load_in_4bit needs an adapter, as quantised weights are not trained. Set use_peft.")
     sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))

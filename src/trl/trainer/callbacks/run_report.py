@@ -1,4 +1,4 @@
-"""What a run writes for `trl report`: settings, data, logs, times, memory and checkpoints."""
+"""What a run writes for `trl report`: settings, data, logs, times and memory."""
 
 import platform
 import time
@@ -8,7 +8,6 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
@@ -17,11 +16,10 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from trl.data.prepared_sets import sequence_lengths
 from trl.options.shared import changed_settings
-from trl.reporting.run_events import RunEvents
+from trl.reporting.run_events import RunEvents, histogram
 from trl.reporting.run_lines import peak_memory
 
 MEASURED_ROWS = 100_000  # of the training set, whose lengths are counted
-LENGTH_BINS = 40
 
 
 class RunReport(TrainerCallback):
@@ -58,11 +56,7 @@ class RunReport(TrainerCallback):
     on_step_begin: Any = partialmethod(_spend, "rollouts and data")  # rollouts of methods that generate
     on_step_end: Any = partialmethod(_spend, "training")  # the forward and backward passes and the update
     on_evaluate: Any = partialmethod(_spend, "evaluation")
-
-    def on_save(self, args: object, state: TrainerState, control: object, **_: object) -> None:
-        """A checkpoint was written."""
-        self._spend("checkpoints")
-        self.events.write("checkpoint", state.global_step, name=f"checkpoint-{state.global_step}")
+    on_save: Any = partialmethod(_spend, "checkpoints")
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Mapping[str, Any], **_: object) -> None:
         """Write a log with the seconds since the last one."""
@@ -105,9 +99,7 @@ def data_facts(trainer: Any) -> dict[str, object]:
     facts: dict[str, object] = {"rows": len(rows) if hasattr(rows, "__len__") else None}
     facts["summaries"] = [report.summary() for report in getattr(sets, "reports", {}).values()]
     if isinstance(rows, Dataset):
-        measured = rows.select(range(min(len(rows), MEASURED_ROWS)))
-        lengths = sequence_lengths(measured, getattr(sets, "settings", None))
-        if lengths.size:
-            counts, edges = np.histogram(lengths, bins=min(LENGTH_BINS, int(np.ptp(lengths)) + 1))
-            facts["lengths"] = {"counts": counts.tolist(), "edges": edges.round(1).tolist()}
+        measured = rows.take(min(len(rows), MEASURED_ROWS))
+        if (lengths := sequence_lengths(measured, getattr(sets, "settings", None))).size:
+            facts["lengths"] = histogram(lengths, "tokens")
     return facts
