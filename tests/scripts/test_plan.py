@@ -202,14 +202,20 @@ def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
         trl.plan(SMALL, method="grpo", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.25)
 
 
-def test_generation_holds_keys_and_values_logits_and_copies_of_the_matrices():
+def test_generation_holds_keys_and_values_logits_and_copies_of_the_matrices(monkeypatch):
     lengths = ["--max_prompt_length", "16", "--max_completion_length", "8"]
     rows = ["--num_generations", "2", "--per_device_train_batch_size", "4"]
-    run = run_for("grpo", [*lengths, *rows, "--use_cpu", "true", "--bf16", "true"], 1, config=SMALL)
+    options = [*lengths, *rows, "--use_cpu", "true", "--bf16", "true"]
+    run = run_for("grpo", options, 1, config=SMALL)
     tokens = 2 * 16 + 4 * 8  # two prompts are held once for two completions each
     keys_and_values = 2 * 3 * 2 * 16 * tokens * 2  # layers, heads of keys, their size, bfloat16
     logits, matrices = 4 * 512 * 3 * 4, 2 * (3 * (LAYER - 128) + 512 * 64)
     assert measure.phases_of(run)[measure.GENERATION] == (0, keys_and_values + logits + matrices)
+    monkeypatch.setattr("trl.generation.transformers.decoders.LARGEST_COPIED", 2 * NUMBERS - 1)  # above two layers
+    assert measure.phases_of(run.changed(seed=1))[measure.GENERATION] == (0, keys_and_values + logits)
+    monkeypatch.undo()
+    quantised = run_for("grpo", [*options, "--use_peft", "true", "--load_in_4bit", "true"], 1, config=SMALL)
+    assert measure.phases_of(quantised)[measure.GENERATION] == (0, keys_and_values + logits)
 
 
 # Bytes of a weight in blocks of 64 with a float32 scale; nested: of 8 bits, with a float32 scale for 256 of them.

@@ -148,6 +148,7 @@ def test_a_page_is_written_again_until_the_run_ends(tmp_path, monkeypatch):
     [
         ([], "has no run.jsonl of a run"),
         (["missing"], "missing has no run.jsonl of a run"),
+        ([__file__], "test_report.py has no run.jsonl of a run"),
         (["--watch", "0"], "must be > 0"),
     ],
 )

@@ -55,7 +55,7 @@ def histogram(numbers: np.ndarray, unit: str) -> list[tuple[int, str]]:
 def events_in(folder: Path) -> list[Event]:
     """The events of a folder; a line that a killed run or a full disk left unfinished ends them."""
     events = list[Event]()
-    with suppress(FileNotFoundError, ValueError), (folder / EVENTS).open("rb") as lines:
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError), (folder / EVENTS).open("rb") as lines:
         for line in lines:
             events.append(json.loads(line if line.endswith(b"}\n") else b""))
     return events

@@ -173,4 +173,4 @@ def scored(functions: Sequence[str], rows: Dataset, column: str) -> dict[str, np
     ]
     with closing(RewardSources(resolve_reward_funcs(functions), on_failure="skip")) as sources:
         scores = sources.score(RewardInputs(columns["prompt"], answers, columns=columns)).scores.numpy()
-    return {name: values[~np.isnan(values)] for name, values in zip(sources.names, scores.T, strict=True)}
+    return {name: values[np.isfinite(values)] for name, values in zip(sources.names, scores.T, strict=True)}

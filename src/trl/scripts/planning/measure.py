@@ -189,7 +189,7 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
             per_token, per_row = OwnForward(core, cache).bytes_of_row().values()
     else:
         per_token, per_row = cache_bytes(core).values()
-    if fused_unsupported(core, dtype) is None:
+    if not run.model_args.load_in_4bit and fused_unsupported(core_of(run.model), dtype) is None:
         parts: list[Any] = [*(layers_of(core) or []), core.get_output_embeddings()]
         matrices = [x.weight for part in parts for x in part.modules() if isinstance(x, nn.Linear)]
         copies = sum(matrix.numel() * (dtype or matrix.dtype).itemsize for matrix in matrices)
