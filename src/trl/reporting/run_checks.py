@@ -10,6 +10,7 @@ from trl.reporting.run_events import Event
 
 WINDOW = 3  # logs over which a mean is taken
 USUAL = 20  # logs whose median gradient is the usual one, and over which an accuracy of 0.5 counts as stuck
+LONGEST_TEXT = 4_000  # characters of a completion that are searched for repetitions
 LEAST_WORDS = 20  # of a completion that may count as repeated
 ALIASES = {
     "reward_mean": "reward", "objective/scores": "reward", "policy/clipfrac_avg": "clip_ratio/region_mean",
@@ -134,7 +135,7 @@ def text_signs(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
     prompts_of = Counter(completion for _, completion in set(texts))
     repeated = equal = 0
     for _, completion in texts:
-        words = completion.split()
+        words = completion[:LONGEST_TEXT].split()
         runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
         if len(words) >= LEAST_WORDS:
             repeated += len(runs) > 2 * len(set(runs))
