@@ -312,6 +312,7 @@ def test_the_command_reads_a_file_and_a_folder_without_weights(alone, folder, tm
     ("line", "message"),
     [
         ("--memory 80", "memory must be a number with a unit (80GB, 24GiB), got '80'."),
+        ("--memory 0GB", "memory must be a number with a unit (80GB, 24GiB), got '0GB'."),
         ("--gpus 0", "gpus must be at least 1, got 0."),
         ("--activation_offloading true", "activation_offloading is not planned. Leave it out."),
         ("--load_in_4bit true", "load_in_4bit needs an adapter"),

@@ -11,7 +11,5 @@ embedded = partial(htmlsafe_json_dumps, ensure_ascii=False, allow_nan=False, sep
 
 def render(template: str, **values: object) -> str:
     """A page from a template, which extends `base.html`. Values are text in it, never markup."""
-    environment = Environment(
-        loader=PackageLoader(__name__, "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=PackageLoader(__name__, ""), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template(template).render(**values)

@@ -217,6 +217,8 @@ def run_for(
     sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
     try:
         size = None if memory is None else float(convert_file_size_to_int(str(memory).upper()))
+        if size == 0:
+            raise ValueError
     except ValueError:
         raise ValueError(f"memory must be a number with a unit (80GB, 24GiB), got {memory!r}.") from None
     run = Run(method, config.get_text_config(), args, model_args, sharding, frozen, size)
