@@ -67,10 +67,8 @@ class Run:
         """Train a stage, save its model, and return its steps and its accuracy on held-out pairs."""
         stage = STAGES[name]
         steps = self.max_steps or stage.steps
-        trainer_class, config = (
-            getattr(import_module(module), f"{stage.prefix}{kind}")
-            for module, kind in zip(stage.modules, ("Trainer", "Config"), strict=True)
-        )
+        package = import_module(stage.package)
+        trainer_class, config = (getattr(package, f"{stage.prefix}{kind}") for kind in ("Trainer", "Config"))
         args = config(
             output_dir=str(self.output_dir / name), max_steps=steps, warmup_steps=min(20, steps // 10),
             adam_beta2=0.95, weight_decay=0.01, gradient_checkpointing=False, logging_steps=min(10, steps),
@@ -151,18 +149,14 @@ def group_inputs(run: Run) -> Inputs:
 
 
 class Stage(NamedTuple):
-    """A stage: where its trainer and config are, their arguments, and the metric of held-out pairs (`accuracy`)."""
+    """A stage: its trainer and config, their arguments, and the metric of held-out pairs (`accuracy`)."""
 
-    modules: tuple[str, str]
     prefix: str
     steps: int
     inputs: Callable[[Run], Inputs]
     settings: Json
     accuracy: str = ""
-
-
-def _of(method: str) -> tuple[str, str]:
-    return f"trl.trainer.{method}_trainer", f"trl.trainer.{method}_config"
+    package: str = "trl"
 
 
 _GROUPS = {
@@ -171,12 +165,12 @@ _GROUPS = {
 }  # fmt: skip
 STAGES = {
     "sft": Stage(
-        _of("sft"), "SFT", 200,
+        "SFT", 200,
         lambda run: {"train_dataset": run.rows("train", run.task.train), "callbacks": [StopsEarly(run)]},
         {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup"},
     ),
     "reward": Stage(
-        _of("reward"), "Reward", 150, reward_inputs,
+        "Reward", 150, reward_inputs,
         {
             "per_device_train_batch_size": 128, "learning_rate": 2e-3, "lr_scheduler_type": "cosine",
             "center_rewards_coefficient": 0.01,
@@ -185,7 +179,7 @@ STAGES = {
     ),
     # `rpo_alpha` adds the likelihood of the right answers: without it both answers of a pair may become unlikely.
     "dpo": Stage(
-        _of("dpo"), "DPO", 150, lambda run: dict(run.pairs),
+        "DPO", 150, lambda run: dict(run.pairs),
         {
             "per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "beta": 0.1,
             "rpo_alpha": 0.5,
@@ -193,7 +187,7 @@ STAGES = {
         "eval_rewards/accuracies",
     ),
     "ppo": Stage(
-        ("trl.experimental.ppo", "trl.experimental.ppo"), "PPO", 150,
+        "PPO", 150,
         lambda run: {"reward_funcs": run.reward_model, "train_dataset": run.prompts()},
         {
             "per_device_train_batch_size": 128, "num_mini_batches": 2, "num_ppo_epochs": 2, "learning_rate": 6e-4,
@@ -201,15 +195,16 @@ STAGES = {
             "temperature": 0.7,  # a larger share of right samples to learn from
             "stop_token": "eos", "missing_eos_penalty": 3.0,
         },
+        package="trl.experimental.ppo",
     ),
-    "grpo": Stage(_of("grpo"), "GRPO", 200, group_inputs, _GROUPS),
-    "rloo": Stage(_of("rloo"), "RLOO", 200, group_inputs, _GROUPS),
+    "grpo": Stage("GRPO", 200, group_inputs, _GROUPS),
+    "rloo": Stage("RLOO", 200, group_inputs, _GROUPS),
     "teacher": Stage(
-        _of("sft"), "SFT", 120, teacher_inputs,
+        "SFT", 120, teacher_inputs,
         {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "linear"},
     ),
     "distillation": Stage(
-        _of("distillation"), "Distillation", 80,
+        "Distillation", 80,
         lambda run: {"teacher_model": run.teacher, "train_dataset": run.prompts()},
         {
             "per_device_train_batch_size": 128, "learning_rate": 1e-3, "lr_scheduler_type": "linear",
