@@ -27,6 +27,7 @@ from trl import (
 )
 from trl.experimental.ppo import PPOConfig as DataSetPPOConfig
 from trl.options.checks import check_at_least, json_object, kinds
+from trl.scripts.parser import options_of
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -41,7 +42,7 @@ CONFIGS = (*TRAINING, PPOConfig, ModelConfig, ScriptArguments, DatasetMixtureCon
 @pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_every_number_and_boolean_has_the_reader_of_the_command_line(kind):
     fields = {name: entry for name, entry in kinds(kind).items() if entry.reader is not None}
-    actions = TrlParser(kind).options()
+    actions = options_of(TrlParser(kind))
     readers = {entry.reader for entry in fields.values()}
     by_argparse = {name for name, action in actions.items() if action.type in readers}
     assert set(fields) == by_argparse - {"include_num_input_tokens_seen"}  # text or a boolean: stays text

@@ -14,6 +14,7 @@ from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig
 from trl.cli.main import COMMANDS, main
 from trl.options.groups import OptionGroup
 from trl.options.spelling import OF_COMMANDS, OTHER_NAMES, did_you_mean
+from trl.scripts.parser import options_of
 
 TRAINING = [name for name, command in COMMANDS.items() if command.kind == "training" and name != "teach"]
 
@@ -22,7 +23,7 @@ TRAINING = [name for name, command in COMMANDS.items() if command.kind == "train
 def options():
     """The options of each training command, those of `accelerate launch` that the library adds included."""
     parsers = {name: importlib.import_module(COMMANDS[name].module).make_parser() for name in TRAINING}
-    return {name: {*parser.options(), "accelerate_config"} for name, parser in parsers.items()}
+    return {name: {*options_of(parser), "accelerate_config"} for name, parser in parsers.items()}
 
 
 def test_every_suggestion_is_an_option_of_a_training_command(options):

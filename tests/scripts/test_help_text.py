@@ -3,7 +3,7 @@
 import re
 
 from trl.scripts import grpo, sft
-from trl.scripts.parser import ESSENTIAL
+from trl.scripts.parser import ESSENTIAL, options_of
 
 TITLES = [
     *("essential", "model", "data", "training", "method", "generation"),
@@ -28,7 +28,7 @@ def test_every_option_stands_once_under_its_group(monkeypatch):
     text, found = help_of(parser, monkeypatch)
     assert list(found) == TITLES
     shown = [name for names in found.values() for name in names]
-    assert sorted(shown) == sorted([*parser.options(), "config", "help"])
+    assert sorted(shown) == sorted([*options_of(parser), "config", "help"])
     assert max(map(len, text.splitlines())) <= 80
     assert found["essential"] == [name for name in ESSENTIAL if name in shown]
     places = {"lora_r": 1, "column_mapping": 2, "weight_decay": 3, "epsilon": 4, "top_p": 5, "save_steps": 6}

@@ -49,7 +49,7 @@ def launch(name: str, module: str, argv: list[str]) -> int:
         plan = make_plan(parser, words, config)
         if cluster is not None:
             parser.check_arguments(plan.script, plan.config)
-            return submit(name, cluster, words, config, launched=plan.launch, known=parser.spellings())
+            return submit(name, cluster, words, config, launched=plan.launch, known=parser._option_string_actions)
         args = None
         if needs_accelerate(plan):
             parser.check_arguments(plan.script, plan.config)
@@ -71,7 +71,7 @@ def make_plan(parser: "TrlParser", words: list[str], config: ConfigFile | None) 
     """
     if {"-h", "--help"} & set(words):
         return Plan(words, config, {})
-    launcher = launch_parser(parser.spellings())
+    launcher = launch_parser(parser._option_string_actions)
     known = launcher._option_string_actions
     parser.other_options.update(action.dest for action in known.values())
     parser.other_options.add("accelerate_config")

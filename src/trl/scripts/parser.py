@@ -5,7 +5,7 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
@@ -78,7 +78,7 @@ class TrlParser(PlainParser, HfArgumentParser):
     ) -> None:
         """Take the file's options as defaults and check names and types of all options; build no dataclass."""
         from_file, faults = self._take_defaults(config, args)
-        options = [name for reader in self._readers([]) for name in _options(reader)]
+        options = [name for reader in self._readers([]) for name in options_of(reader)]
         known = [*options, "config", "help", *sorted(self.other_options)]
         names = [token[2:] for token in from_file if token.startswith("--")]
         where = str if config is None else config.where
@@ -101,8 +101,23 @@ class TrlParser(PlainParser, HfArgumentParser):
         """Take the file's options as defaults; returns the unknown ones as strings, and the faults of the others."""
         if config is None:
             return [], []
-        unknown, faults = self._set_defaults(config.values, args, where=lambda name: config.where(name) + ": ")
-        return unknown, [*config.faults, *faults]
+        remaining, faults = [], [*config.faults]
+        readers = self._readers(args)
+        for name, value in config.values.items():
+            knowing = [reader for reader in readers if name in options_of(reader)]
+            if not knowing:
+                items = value if isinstance(value, list) else [value]
+                remaining.extend([f"--{name}", *map(str, items)])
+            for reader in knowing:
+                action = options_of(reader)[name]
+                try:
+                    default = _option_value(action, value, hint=getattr(reader, "_hints", {}).get(name))
+                except ValueError as error:
+                    faults.append(f"{config.where(name)}: `{name}` {error}".removeprefix(": "))
+                    continue
+                action.required = False
+                reader.set_defaults(**{name: default})
+        return remaining, list(dict.fromkeys(faults))
 
     def _build(self, args: list[str], config: ConfigFile | None) -> tuple[DataClass, ...]:
         namespace, _ = self.parse_known_args(args)
@@ -128,30 +143,9 @@ class TrlParser(PlainParser, HfArgumentParser):
 
     def set_defaults_with_config(self, **kwargs: object) -> list[str]:
         """Make values the defaults of options; returns unknown ones as words. Raises: ValueError for misfits."""
-        remaining, faults = self._set_defaults(kwargs, [], where=lambda name: "")
+        remaining, faults = self._take_defaults(ConfigFile("", kwargs, {}, {}), [])
         _raise_all(faults)
         return remaining
-
-    def _set_defaults(
-        self, values: Mapping[str, object], args: list[str], *, where: Callable[[str], str]
-    ) -> tuple[list[str], list[str]]:
-        remaining, faults = [], []
-        readers = self._readers(args)
-        for name, value in values.items():
-            knowing = [reader for reader in readers if name in _options(reader)]
-            if not knowing:
-                items = value if isinstance(value, list) else [value]
-                remaining.extend([f"--{name}", *map(str, items)])
-            for reader in knowing:
-                action = _options(reader)[name]
-                try:
-                    default = _option_value(action, value, hint=getattr(reader, "_hints", {}).get(name))
-                except ValueError as error:
-                    faults.append(f"{where(name)}`{name}` {error}")
-                    continue
-                action.required = False
-                reader.set_defaults(**{name: default})
-        return remaining, list(dict.fromkeys(faults))
 
     def _readers(self, args: list[str]) -> list[argparse.ArgumentParser]:
         """This parser and its subparsers: the one that `args` names, or all where it names none."""
@@ -173,16 +167,9 @@ class TrlParser(PlainParser, HfArgumentParser):
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
-    def options(self) -> dict[str, argparse.Action]:
-        """Every option by the name of its field."""
-        return _options(self)
 
-    def spellings(self) -> list[str]:
-        """Every option as it is written, dashes included."""
-        return list(self._option_string_actions)
-
-
-def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Every option by the name of its field."""
     actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
         if action.option_strings and action.dest not in ("help", "config"):
