@@ -1,5 +1,6 @@
 """Reading a YAML file of options. Imports nothing heavy: the command line reads it before anything else."""
 
+import argparse
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -86,17 +87,11 @@ def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
 
 def take_config_option(args: Sequence[str]) -> tuple[str | None, list[str]]:
     """The path given with `--config` (or None), and the other arguments. Raises: ValueError for none or two paths."""
-    paths: list[str] = []
-    rest: list[str] = []
-    remaining = iter(args)
-    for token in remaining:
-        option, equals, path = token.partition("=")
-        if option == "--config":
-            paths.append(path if equals else next(remaining, ""))
-        else:
-            rest.append(token)
-    if len(paths) > 1:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", nargs="?", const="", default=[])
+    options, rest = parser.parse_known_args(args)
+    if len(paths := options.config) > 1:
         raise ValueError(f"--config is given {len(paths)} times ({', '.join(paths)}). Give one file.")
-    if paths and (not paths[0] or paths[0].startswith("--")):
+    if "" in paths:
         raise ValueError("--config needs the path of a YAML file.")
     return (paths[0] if paths else None), rest
