@@ -73,8 +73,7 @@ def get_wandb_run_url() -> str | None:
 
 def get_comet_experiment_url() -> str | None:
     """The address of the running Comet experiment, `None` without one."""
-    experiment = active_comet_experiment()
-    return experiment.url if experiment is not None else None
+    return getattr(active_comet_experiment(), "url", None)
 
 
 def log_table_to_comet_experiment(name: str, table: "DataFrame") -> None:

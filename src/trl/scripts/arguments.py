@@ -117,10 +117,5 @@ class GRPOScriptArguments(RewardFunctions):
 
 
 @dataclass
-class OnlineDPOScriptArguments(RewardFunctions):
-    """What `trl online-dpo`, `trl nash-md` and `trl xpo` read besides the config and `ModelConfig`."""
-
-
-@dataclass
 class RLOOScriptArguments(RewardFunctions):
     """What `trl rloo` reads besides `RLOOConfig` and `ModelConfig`."""
