@@ -839,7 +839,7 @@ def test_a_client_that_goes_away_frees_the_engine(policy):
 
 
 def test_a_client_that_does_not_read_frees_the_engine(policy, monkeypatch):
-    monkeypatch.setattr(openai_app, "BODY_DEADLINE_S", 1.0)
+    monkeypatch.setattr(openai_app, "BODY_DEADLINE_S", 0.6)
     engine = Endless()
     with serving(policy, engine=engine) as running:
         session = running.session()
@@ -1005,7 +1005,7 @@ def test_bad_requests_leave_nothing_behind(policy, caplog, monkeypatch):
 
 
 def test_malformed_requests_are_refused(policy, monkeypatch):
-    monkeypatch.setattr(openai_app, "BODY_DEADLINE_S", 1.0)
+    monkeypatch.setattr(openai_app, "BODY_DEADLINE_S", 0.6)
     with serving(policy) as endpoint:
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         session = endpoint.session()

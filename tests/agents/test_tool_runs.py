@@ -133,7 +133,7 @@ def test_an_async_function_may_raise_when_it_is_called():
 def test_a_tool_that_hangs_is_given_up(monkeypatch):
     RELEASE.clear()
     monkeypatch.setattr(tools, "MOST_LEFT_BEHIND", 3)
-    some = runner(hang, doze, nap, deadline=1.0)
+    some = runner(hang, doze, nap, deadline=0.4)
     started = time.monotonic()
     calls = [
         ToolCall("hang", {}),

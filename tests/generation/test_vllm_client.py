@@ -144,7 +144,8 @@ def test_weights_that_cannot_be_read_here_end_the_update_on_both_sides(url, stan
     assert time.monotonic() - started < 20 and stand_in.channel is None and not client.is_connected
 
 
-def test_it_waits_for_a_server_that_starts(stand_in, group_port, caplog):
+def test_it_waits_for_a_server_that_starts(stand_in, group_port, caplog, monkeypatch):
+    monkeypatch.setattr(VLLMClient.check_server, "__defaults__", (0.0, 0.1))  # tried every tenth of a second
     found = []
 
     def wait():

@@ -24,6 +24,7 @@ from tests.two_processes import launch, need_deepspeed
 from trl.experimental.agents import Endpoint
 from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Request
+from trl.generation.serving import app
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.server_engine import VLLMServerEngine
@@ -181,7 +182,8 @@ def test_requests_join_and_leave(group_port):
 
 
 @pytest.mark.parametrize("how", ["stops", "other weights"])
-def test_agents_of_a_server_that_ends_are_told(how, group_port):
+def test_agents_of_a_server_that_ends_are_told(how, group_port, monkeypatch):
+    monkeypatch.setattr(app, "_ENDING_S", 0.2)  # for the agent's request
     policy = tiny_model("gpt2", max_position_embeddings=4096)
     stand_in, sampling = StandIn(policy), Sampling(max_new_tokens=4000, seed=3, stop_token_ids=())
     with ExitStack() as running:

@@ -127,12 +127,12 @@ def test_sessions_that_fail_have_no_reward_and_are_counted(caplog):
         graded.extend(number)
         return [0.5] * len(completions)
 
-    given = {"agent_deadline": 5.0, "per_device_train_batch_size": 20, "max_steps": 1}
+    given = {"agent_deadline": 2.0, "per_device_train_batch_size": 20, "max_steps": 1}
     trainer, _ = trained(agent=unreliable, given={"reward_funcs": number}, **given)
     assert caplog.text.count("An agent failed") == 6 and "no such luck with ***" in caplog.text
     assert 'api_key}")\nTimeoutError: no such luck' in caplog.text  # with its place
     assert KEYS and not any(key in caplog.text for key in KEYS)
-    assert "without an answer of the policy" in caplog.text and "not answer within 5 s" in caplog.text
+    assert "without an answer of the policy" in caplog.text and "not answer within 2 s" in caplog.text
     assert "gave 'much' (a str)" in caplog.text and graded == [4] * 4
     found = logs(trainer)[0]
     for kind in ("raised", "deadline", "silent", "malformed"):
@@ -329,7 +329,7 @@ def test_an_agent_that_blocks_the_others_is_named(monkeypatch, caplog):
     begun = itertools.count()
 
     async def blocking(row, base_url, api_key):
-        time.sleep(0.0 if next(begun) % 8 else 1.0)
+        time.sleep(0.0 if next(begun) % 8 else 0.75)
         return await tool_agent(row, base_url, api_key)
 
     trained(agent=blocking, max_steps=2)
