@@ -16,8 +16,10 @@ os.environ.update(
 
 import gc
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -39,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     spare()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests and the library put into temporary folders goes when the run ends; `tmp_path` stays as pytest has it."""
+    tmp_path_factory.getbasetemp()
+    with TemporaryDirectory(prefix="trl-tests-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
