@@ -18,7 +18,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -264,17 +264,17 @@ class Bench:
         try:
             yield seconds
         finally:
-            here.close()
+            here.send(None)
             server.join()
 
     def _measure(self, pipe: Connection, options: Result, is_text: bool) -> None:
-        """Send the CPU seconds of the prompts whose numbers come through a pipe, until it is closed."""
+        """Send the CPU seconds of the prompts whose numbers come through a pipe, until `None` comes."""
         torch.set_num_threads(1)
         settings: Result = {"turns": 1, "tokens": 2, "at_once": 1, "is_text": is_text}
-        with self._serving(self._own()) as endpoint, suppress(EOFError):
+        with self._serving(self._own()) as endpoint:
             sessions = [endpoint.session(**options)]
-            while True:
-                pipe.send(self._play(endpoint, sessions, numbers=list(pipe.recv()), **settings)["cpu"])
+            for numbers in iter(pipe.recv, None):
+                pipe.send(self._play(endpoint, sessions, numbers=list(numbers), **settings)["cpu"])
 
     def fuzz(self) -> Iterator[Result]:
         """Errors of the server, and growth of memory after a tenth of the requests."""
