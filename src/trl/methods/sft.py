@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trl.methods.method import Batch, Method, Outcome, Scoring, Step
-from trl.models.packed.layout import IGNORED, count_scored
+from trl.models.packed.layout import scored_sequences
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
@@ -41,14 +41,13 @@ class SFTMethod(Method):
 
     def count(self, batch: Batch) -> Tensor:
         """How many tokens a batch trains. Raises ValueError for a batch without labels."""
-        if "decoder_labels" in batch:
-            return (batch["decoder_labels"] != IGNORED).sum().view(1)
-        if batch.get("labels") is None and "scored_target" not in batch:
+        if batch.get("labels") is None and not {"scored_sequence", "decoder_labels"} & set(batch):
             raise ValueError(
                 f"a batch has {sorted(batch)}, expected 'labels' too (-100 where nothing is trained). Let the "
                 "data_collator add them, or leave data_collator out."
             )
-        return count_scored(batch).view(1)
+        tokens = scored_sequences(batch)
+        return tokens.new_tensor([len(tokens)])
 
     def _losses(self, logps: Tensor) -> Tensor:
         terms = self.objective(logps, torch.ones_like(logps))

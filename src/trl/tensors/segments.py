@@ -98,7 +98,8 @@ class Segments:
     def position_ids(self) -> Tensor:
         """Position of each token in its own sequence, prompt included: int64 `(1, total)`."""
         start, length, _, prefix_length = self.to_table()[0, 0].T
-        return (torch.arange(self.total) + torch.repeat_interleave(prefix_length - start, length))[None]
+        offsets = torch.repeat_interleave(prefix_length - start, length)
+        return (torch.arange(len(offsets)) + offsets)[None]
 
     def uses(self) -> Tensor:
         """The number of sequences of each token, int64 `(N,)`: one, or of a prompt as many as it has branches.

@@ -5,11 +5,11 @@ import torch
 
 from trl.collators.preference import pack_prefix_groups
 from trl.models.packed.layout import (
-    count_scored,
     count_tokens,
     packed_batch,
     padded_batch,
     padded_rows,
+    scored_sequences,
 )
 from trl.tensors.segments import Segments
 
@@ -88,7 +88,7 @@ def test_labels_that_are_not_shifted_stand_at_their_own_positions():
 
 def test_counts_leave_out_the_first_token_and_the_padding():
     # 8 and 12 are the first tokens of their rows: nothing predicts them.
-    assert count_scored(PADDED) == count_scored(PACKED) == 5
+    assert len(scored_sequences(PADDED)) == len(scored_sequences(PACKED)) == 5
     assert count_tokens(PADDED) == count_tokens(PACKED) == 9
 
 
@@ -112,7 +112,7 @@ def test_padding_on_the_left_moves_to_the_right_in_every_tensor_of_the_rows():
 
 def both_targets(batch):
     packed, rows = packed_batch(batch, with_table=False), padded_batch(batch, pad_token_id=0)
-    return packed.scored.target.tolist(), rows.scored.target.tolist(), int(count_scored(batch))
+    return packed.scored.target.tolist(), rows.scored.target.tolist(), len(scored_sequences(batch))
 
 
 def test_a_sequence_is_not_predicted_from_the_one_before_it():

@@ -77,21 +77,16 @@ def is_packed(batch: Columns) -> bool:
     return "attention_mask" not in batch and ("position_ids" in batch or "segment_table" in batch)
 
 
-def count_scored(batch: Columns) -> Tensor:
-    """Number of trained tokens of a batch as an int64 scalar: labels that some earlier token predicts."""
-    if "scored_target" in batch:
-        return torch.as_tensor(batch["scored_target"].numel(), device=batch["scored_target"].device)
-    return _predicted(batch["labels"], batch.get("attention_mask"), _restarting(batch)).sum()
-
-
 def scored_sequences(batch: Columns) -> Tensor:
     """Which sequence each trained token belongs to, int64 `(K,)`: row, segment or branch, counted from 0."""
     if "scored_sequence" in batch:
         return batch["scored_sequence"]
     if "decoder_labels" in batch:
         return (batch["decoder_labels"] != IGNORED).nonzero()[:, 0]
-    labels, positions = batch["labels"], _restarting(batch)
-    if positions is not None:
+    labels, positions = batch["labels"], None
+    if is_packed(batch):
+        positions = batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
+        positions = positions.to(labels.device)
         sequence = (positions == 0).cumsum(dim=1) - 1
     else:
         sequence = torch.arange(len(labels), device=labels.device)[:, None].expand(labels.shape)
@@ -109,13 +104,6 @@ def pair_units(batch: Columns) -> Tensor:
     return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])
 
 
-def _restarting(batch: Columns) -> Tensor | None:
-    """The positions of a packed row, which restart at 0 with each sequence; None for padded rows."""
-    if not is_packed(batch):
-        return None
-    return batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
-
-
 def count_tokens(batch: Columns) -> Tensor:
     """Number of real tokens of a batch as an int64 scalar; of an encoder-decoder's, prompts and completions."""
     if "decoder_labels" in batch:
@@ -130,16 +118,20 @@ def count_sequence_tokens(batch: Columns) -> Tensor:
     """Number of real tokens of a batch's sequences as an int64 scalar: each branch counts its prompt too."""
     if "segment_table" not in batch:
         return count_tokens(batch)
-    segments = _segments(_without_filler(batch))
-    every = list(segments)
-    tokens = sum(every[number][1] + every[number][3] for number in _leaves(segments))
-    return torch.tensor(tokens, device=batch["input_ids"].device)
+    segments = _segments(batch)
+    tokens = sum(segments.length[number] + segments.prefix_length[number] for number in _leaves(segments))
+    tokens = torch.tensor(tokens, device=batch["input_ids"].device)
+    return tokens - batch["filler"].sum() if "filler" in batch else tokens
 
 
-def _cut(batch: Columns, end: int) -> Inputs:
-    """A packed row without the segments that begin at token `end` or later."""
-    shape, cut = batch["input_ids"].shape, dict(batch)
-    for name, value in batch.items():
+def _without_filler(batch: Columns) -> Inputs:
+    """A packed row without the tokens at its end that only round its length up."""
+    cut = {name: value for name, value in batch.items() if name != "filler"}
+    if "filler" not in batch:
+        return cut
+    shape = batch["input_ids"].shape
+    end = shape[1] - int(batch["filler"].sum())
+    for name, value in cut.items():
         if name == "segment_table":
             cut[name] = value[:, :, value[0, 0, :, 0] < end]
         elif name in _SCORED:
@@ -147,13 +139,6 @@ def _cut(batch: Columns, end: int) -> Inputs:
         elif isinstance(value, Tensor) and value.shape[:2] == shape:
             cut[name] = value[:, :end]
     return cut
-
-
-def _without_filler(batch: Columns) -> Inputs:
-    """A packed row without the tokens at its end that only round its length up."""
-    row = dict(batch)
-    filler = row.pop("filler", None)
-    return row if filler is None else _cut(row, row["input_ids"].shape[1] - int(filler.sum()))
 
 
 def packed_batch(batch: Columns, *, with_table: bool, shifted: bool = True) -> ModelBatch:
@@ -315,24 +300,20 @@ def labelled_positions(labels: Tensor | None, sequence: Tensor, mask: Tensor | N
     return ScoredPositions(source, labels.flatten()[source], sequence.flatten()[source])
 
 
-def _predicted(labels: Tensor, mask: Tensor | None, positions: Tensor | None = None) -> Tensor:
-    """Bool `(B, T - 1)`: the next label is trained, its token is real, and a token of its own sequence predicts it.
-
-    Neither padding (`mask` 0) nor, in a packed row, a sequence's first token (`positions` 0) is predicted.
-    """
-    predicted = labels[:, 1:].ne(IGNORED)
-    if mask is not None:
-        predicted = predicted & mask[:, :-1].bool() & mask[:, 1:].bool()
-    return predicted if positions is None else predicted & positions[:, 1:].to(labels.device).ne(0)
-
-
 def _positions(
     labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
 ) -> ScoredPositions:
-    """Positions whose next label is trained: all `(B, T)`."""
-    width = sequence.shape[1]
+    """Positions whose next label is trained, and predicted by a real token of its own sequence: all `(B, T)`.
+
+    Neither padding (`mask` 0) nor, in a packed row, a sequence's first token (`positions` 0) is predicted.
+    """
     if labels is None:
         empty = torch.empty(0, dtype=torch.int64, device=sequence.device)
         return ScoredPositions(empty, empty, empty)
-    row, column = _predicted(labels, mask, positions).nonzero(as_tuple=True)
-    return ScoredPositions(row * width + column, labels[row, column + 1], sequence[row, column + 1])
+    predicted = labels[:, 1:].ne(IGNORED)
+    if mask is not None:
+        predicted = predicted & mask[:, :-1].bool() & mask[:, 1:].bool()
+    if positions is not None:
+        predicted = predicted & positions[:, 1:].ne(0)
+    row, column = predicted.nonzero(as_tuple=True)
+    return ScoredPositions(row * labels.shape[1] + column, labels[row, column + 1], sequence[row, column + 1])
