@@ -51,8 +51,8 @@ class Tokens(NamedTuple):
     more: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class PairTokenizer(RowKind):
+@dataclass(frozen=True, kw_only=True)
+class PairTokenizer(PairReader, RowKind):
     """Rows of preferences as `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids`, cut to `lengths`.
 
     The completions begin at the first token that the prompt alone does not have, or that the two do not share.
@@ -67,16 +67,11 @@ class PairTokenizer(RowKind):
     columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
     given_numbers: ClassVar[tuple[str, ...]] = REFERENCE_COLUMNS
 
-    reader: PairReader
     lengths: PairLengths
     vocabulary: Vocabulary | None = None
     add_special_tokens: bool = True
     kept_numbers: tuple[str, ...] = ()
     version: int = 4
-
-    @property
-    def dataset_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.reader.dataset_name
 
     @property
     def features(self) -> dict[str, FeatureType]:
@@ -85,7 +80,7 @@ class PairTokenizer(RowKind):
 
     def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
         rows_by_index = dict(zip(indices, rows, strict=True))
-        is_given = self.reader.row_type.kind == "tokens"
+        is_given = self.row_type.kind == "tokens"
         tokens = (
             [self._given(row, index) for index, row in rows_by_index.items()]
             if is_given
@@ -93,31 +88,31 @@ class PairTokenizer(RowKind):
         )
         cut_rows = [self._cut(row) for row in tokens]
         for row in cut_rows:
-            for column in self.columns if not is_given else ():
-                place = self.reader.place(row["row"], column.removeprefix("whole_").removesuffix("_input_ids"))
+            for column in self.columns if self.vocabulary and not is_given else ():
+                place = self.place(row["row"], column.removeprefix("whole_").removesuffix("_input_ids"))
                 check_ids(row.get(column) or [], self.vocabulary, place, may_be_empty=True)  # empty ones are counted
             for column in self.kept_numbers:
-                place = self.reader.place(row["row"], column)
+                place = self.place(row["row"], column)
                 row[column] = check_number(rows_by_index[row["row"]][column], place)
         return cut_rows
 
     def _answers(self, row: Row, index: int) -> list[Answers]:
-        chosen, rejected, is_repeated = self.reader.read(row, index)
+        chosen, rejected, is_repeated = self.read(row, index)
         # Templates may render the prompt in another way in its middle: what both sides share is the prompt.
         shared = chosen[0][: common_prefix_length(chosen[0], rejected[0])]
         answers = ["".join(side)[len(shared) :] for side in (chosen, rejected)]
         # The answers of an implicit prompt may part within a token: nobody chose that boundary.
-        has_boundary = self.reader.row_type.is_chat or "prompt" in row
+        has_boundary = self.row_type.is_chat or "prompt" in row
         return [Answers(index, shared, answers, has_boundary, {"repeated_prompts": int(is_repeated)})]
 
     def _tokenized(self, rows: Mapping[int, Row]) -> list[Tokens]:
         read = [texts for index, row in rows.items() for texts in self._answers(row, index)]
         splits = tokenize_split(
-            text_tokenizer(self.reader.processing_class),
+            text_tokenizer(self.processing_class),
             [(texts.prompt, texts.answers) for texts in read],
-            add_special_tokens=self.add_special_tokens and not self.reader.row_type.is_chat,
-            adds_eos=self.reader.needs_prompt or not self.reader.row_type.is_chat,
-            is_chat=self.reader.row_type.is_chat,
+            add_special_tokens=self.add_special_tokens and not self.row_type.is_chat,
+            adds_eos=self.needs_prompt or not self.row_type.is_chat,
+            is_chat=self.row_type.is_chat,
             is_encoder_decoder=self.lengths.is_encoder_decoder,
         )
         tokens = []
@@ -131,21 +126,21 @@ class PairTokenizer(RowKind):
         return tokens
 
     def _check_given(self, row: Row, index: int) -> None:
-        for column in (*self.reader.row_type.columns, PAIR_COLUMNS[0]):
+        for column in (*self.row_type.columns, PAIR_COLUMNS[0]):
             if column in row:
-                check_ids(row[column], self.vocabulary, self.reader.place(index, column))
+                check_ids(row[column], self.vocabulary, self.place(index, column))
 
     def _given(self, row: Row, index: int) -> Tokens:
-        if self.reader.row_type.columns == OLDER_REWARD_COLUMNS:  # whole sequences, their prompt included
+        if self.row_type.columns == OLDER_REWARD_COLUMNS:  # whole sequences, their prompt included
             row = {c: value for c, value in row.items() if c not in (PAIR_COLUMNS[0], OWN_PROMPT)}
         self._check_given(row, index)
-        completions = [list(row[column]) for column in self.reader.row_type.columns[-2:]]
+        completions = [list(row[column]) for column in self.row_type.columns[-2:]]
         return Tokens(index, list(row.get(PAIR_COLUMNS[0]) or []), completions, row.get(OWN_PROMPT))
 
     def _cut(self, tokens: Tokens) -> RowDict:
         rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
         sides = list(map(Side, (tokens.prompt, rejected_prompt), tokens.completions))
-        with self.reader.place(tokens.row, PAIR_COLUMNS[0]).named():
+        with self.place(tokens.row, PAIR_COLUMNS[0]).named():
             if tokens.own_prompt is None:
                 cut = self.lengths.cut(tokens.prompt, tokens.completions)
             else:
@@ -173,7 +168,7 @@ class PairTokenizer(RowKind):
         return "chosen_input_ids", fault, "at least one", remedy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardTokenizer(PairTokenizer):
     """Rows as `chosen_input_ids` and `rejected_input_ids`: whole sequences, never cut; longer ones are left out.
 
@@ -187,6 +182,8 @@ class RewardTokenizer(PairTokenizer):
         **WARNINGS,
         "untrained_rows": "a sequence has more than max_length tokens{}. Raise max_length to train on them.",
     }
+
+    needs_prompt: bool = False
 
     def _cut(self, tokens: Tokens) -> RowDict:
         rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
@@ -232,17 +229,15 @@ class RewardPreparation(Preparation):
         self, dataset: StoredOrStream, row: Row, processing_class: ProcessingClass, name: str
     ) -> PairTokenizer:
         columns, make = column_names(dataset), self.tokenizer
-        for_reward = make is RewardTokenizer
-        row_type = pair_row_type(columns, row, name=name, for_reward=for_reward)
-        reader = PairReader(processing_class, row_type, name, not for_reward, self.tools)
-        reader.check(dataset)
-        return make(
-            reader,
-            self.lengths,
-            allowed_ids(processing_class, self.vocab_size, is_tokenized=row_type.kind == "tokens"),
-            self.add_special_tokens,
-            tuple(column for column in make.given_numbers if column in columns),
-        )
+        row_type = pair_row_type(columns, row, name=name, for_reward=make is RewardTokenizer)
+        kind = make(
+            processing_class=processing_class, row_type=row_type, dataset_name=name, tools=self.tools,
+            lengths=self.lengths, add_special_tokens=self.add_special_tokens,
+            vocabulary=allowed_ids(processing_class, self.vocab_size, is_tokenized=row_type.kind == "tokens"),
+            kept_numbers=tuple(column for column in make.given_numbers if column in columns),
+        )  # fmt: skip
+        kind.check(dataset)
+        return kind
 
 
 @dataclass(frozen=True, kw_only=True)

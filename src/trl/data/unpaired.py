@@ -12,16 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names, is_conversational, maybe_convert_to_chatml
 from trl.data.pipeline import PreparationReport, allowed_ids
 from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens
-from trl.data.preference_rows import (
-    SIDES,
-    PairLengths,
-    PairReader,
-    Side,
-    TruncationOrder,
-    check_role,
-    pair_row_type,
-    with_context,
-)
+from trl.data.preference_rows import SIDES, PairLengths, Side, TruncationOrder, check_role, pair_row_type, with_context
 from trl.data.rendering import ProcessingClass, split_rendering, text_tokenizer
 from trl.data.tokenization import Ids
 from trl.data.validation import RowType, check_answer, check_label, wrong_columns
@@ -89,25 +80,26 @@ class UnpairedPreparation(PreferencePreparation):
     ) -> "UnpairedTokenizer":
         columns = column_names(dataset)
         row_type = _row_type(columns, row, self, name)
-        reader = PairReader(processing_class, row_type, name, tools=self.tools)
-        reader.check(dataset)
         is_given, is_paired = row_type.kind == "tokens", row_type.columns == SIDES
         group = None if is_given and KL_COLUMNS[0] in columns else self.mismatch_group
         tokenizer: Any = text_tokenizer(processing_class)
         ends = {"begin": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
-        return UnpairedTokenizer(
-            reader, CompletionLengths(**vars(self.lengths), **ends),
-            allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given), self.add_special_tokens,
-            () if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
+        kind = UnpairedTokenizer(
+            processing_class=processing_class, row_type=row_type, dataset_name=name, tools=self.tools,
+            lengths=CompletionLengths(**vars(self.lengths), **ends), add_special_tokens=self.add_special_tokens,
+            vocabulary=allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given),
+            kept_numbers=() if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
             embedding_tokenizer=None if is_given else self.embedding_tokenizer, keep_whole=group is not None,
             kept_ids=tuple(c for c in (*KL_COLUMNS, EMBEDDING_COLUMN) if is_given and c in columns),
         )  # fmt: skip
+        kind.check(dataset)
+        return kind
 
     def finished(self, rows: StoredOrStream, kind: "UnpairedTokenizer", report: PreparationReport) -> StoredOrStream:
         """With the mismatched completions."""
         if isinstance(rows, Dataset):
             _warn_of_balance(report, self)
-        group, is_paired, name = self.mismatch_group, kind.reader.row_type.columns == SIDES, report.dataset_name
+        group, is_paired, name = self.mismatch_group, kind.row_type.columns == SIDES, report.dataset_name
         if group is None or not kind.keep_whole:
             return rows
         if is_paired and group < 4:
@@ -181,7 +173,7 @@ class CompletionLengths(PairLengths):
         return [Side([*beginning, *side.prompt], [*side.completion, *ending])]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnpairedTokenizer(PairTokenizer):
     """Rows of a prompt, a completion and a label, cut to `lengths`; a pair becomes two rows, chosen before rejected.
 
@@ -207,12 +199,11 @@ class UnpairedTokenizer(PairTokenizer):
         return made | dict.fromkeys(self.kept_numbers, Value("float64"))
 
     def _answers(self, row: Row, index: int) -> list[Answers]:
-        reader = self.reader
-        if reader.row_type.columns == SIDES:
-            has_boundary, labels = reader.row_type.is_chat or "prompt" in row, (True, False)
-            *halves, _ = reader.read(row, index)
+        if self.row_type.columns == SIDES:
+            has_boundary, labels = self.row_type.is_chat or "prompt" in row, (True, False)
+            *halves, _ = self.read(row, index)
         else:
-            has_boundary, labels = True, (check_label(row.get("label"), reader.place(index, "label")),)
+            has_boundary, labels = True, (check_label(row.get("label"), self.place(index, "label")),)
             halves = [self._halves(row, index)]
         is_equal = len(halves) == 2 and halves[0] == halves[1]
         rows = []
@@ -225,27 +216,26 @@ class UnpairedTokenizer(PairTokenizer):
         return rows
 
     def _halves(self, row: Row, index: int) -> tuple[str, str]:
-        reader = self.reader
-        if not reader.row_type.is_chat:
-            prompt = reader.text_of(row, index, "prompt", may_be_empty=True)
-            return prompt, reader.text_of(row, index, "completion")
-        place, chat = reader.place(index, "completion"), reader.chat_of(row, index, "prompt")
-        answer = reader.chat_of(row, index, "completion").messages
+        if not self.row_type.is_chat:
+            prompt = self.text_of(row, index, "prompt", may_be_empty=True)
+            return prompt, self.text_of(row, index, "completion")
+        place, chat = self.place(index, "completion"), self.chat_of(row, index, "prompt")
+        answer = self.chat_of(row, index, "completion").messages
         check_role(answer, place)
         check_answer(answer, place)
         with place.named():
-            return split_rendering(reader.processing_class, chat, answer)
+            return split_rendering(self.processing_class, chat, answer)
 
     def _given(self, row: Row, index: int) -> Tokens:
         self._check_given(row, index)
-        label = check_label(row["label"], self.reader.place(index, "label"))
+        label = check_label(row["label"], self.place(index, "label"))
         prompt, completion = (list(row[column]) for column in TOKEN_COLUMNS)
         kept = {column: row[column] for column in self.kept_ids}
         return Tokens(index, prompt, [completion], more={"label": label, **kept})
 
     def _cut(self, tokens: Tokens) -> RowDict:
         label, (completion,) = tokens.more["label"], tokens.completions
-        with self.reader.place(tokens.row, TOKEN_COLUMNS[0]).named():
+        with self.place(tokens.row, TOKEN_COLUMNS[0]).named():
             (cut,) = self.lengths.cut(tokens.prompt, [completion])
         removed = len(tokens.prompt) + len(completion) - len(cut.prompt) - len(cut.completion)
         side = cut if self.lengths.is_encoder_decoder else with_context(cut)
