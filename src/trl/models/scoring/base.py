@@ -106,15 +106,18 @@ class ScorerBase:
             return f"its {' and '.join(sorted(mixer.__name__ for mixer in mixers))} mixes tokens too"
         return None
 
-    def piece_of(self, rows: ModelBatch) -> Piece | None:
-        """This process's piece of a row; None where it scores all of it."""
-        return None if self.group is None else Piece.of(rows, self.group, pad_token_id=self.pad_token_id)
+    def piece_of(self, rows: ModelBatch) -> Piece:
+        """This process's piece of a row that its group scores together."""
+        assert self.group is not None
+        return Piece.of(rows, self.group, pad_token_id=self.pad_token_id)
 
     def rows_here(self, batch: Columns) -> tuple[ModelBatch, Piece | None]:
         """What this process scores of a batch: all of it, or its piece."""
         rows = self.lay_out(batch)
+        if self.group is None:
+            return rows, None
         piece = self.piece_of(rows)
-        return (rows if piece is None else piece.rows), piece
+        return piece.rows, piece
 
     @property
     def layout(self) -> tuple[bool, bool]:

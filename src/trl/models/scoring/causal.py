@@ -103,9 +103,9 @@ class Scorer(ScorerBase):
         The results do not depend on the layout. Call it under autocast where the run uses mixed precision.
         """
         rows, options = self.lay_out(batch), options or ScoreOptions()
-        piece = self.piece_of(rows)
-        if piece is None:
+        if self.group is None:
             return _scored_of(rows, self.through_head(model, rows, partial(score_hidden, rows, options)))
+        piece = self.piece_of(rows)
         if options.loss_of is not None:
             options = replace(options, loss_of=piece.loss_of_piece(options.loss_of))
         results = self.through_head(model, piece.rows, partial(score_hidden, piece.rows, options))
@@ -269,7 +269,6 @@ class Scorer(ScorerBase):
             return {"logits": _logits_of(head, rule, bias)(hidden)}
 
         piece = self.piece_of(packed_batch(rows.inputs, with_table=True))
-        assert piece is not None
         results = self.through_head(model, piece.rows, read)
         logits = piece.all_tokens(results["logits"])
         padded = logits.new_zeros((rows.inputs["input_ids"].numel(), logits.shape[1]))

@@ -95,9 +95,9 @@ class ClassificationScorer(ScorerBase):
 
     def _at(self, model: nn.Module, batch: ModelBatch, positions: Tensor) -> Tensor:
         """Logits `(K, C)` at flattened positions `(K,)`, of which each process of a group computes its own."""
-        piece = self.piece_of(batch)
-        if piece is None:
+        if self.group is None:
             return self._through_head(model, batch, positions)
+        piece = self.piece_of(batch)
         here, places = piece.places(positions)
         return piece.gather(self._through_head(model, piece.rows, here), places)
 
