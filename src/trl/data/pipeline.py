@@ -12,7 +12,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from datasets.features.features import FeatureType
 
 from trl.data.formats import IMAGE_COLUMNS, Row, RowDict, StoredOrStream, column_names, written
-from trl.data.ragged import STREAM_BATCH
+from trl.data.ragged import STREAM_BATCH, table_blocks
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.token_rows import is_plain, mask_columns, real_row
 from trl.data.tokenization import with_eos
@@ -25,7 +25,6 @@ AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 UntrainedPolicy = Literal["report", "error", "drop"]
 Numbers = Mapping[str, np.ndarray]
 
-BLOCK_ROWS = 50_000
 SHOWN_ROWS = 3
 
 
@@ -314,7 +313,7 @@ def count_rows(dataset: StoredOrStream, kind: RowKind, report: PreparationReport
     extra = [name for name in kind.counts if name in columns]
     if isinstance(dataset, Dataset):
         blocks, start = [], 0
-        for table in dataset.with_format("arrow").iter(batch_size=BLOCK_ROWS):
+        for table in table_blocks(dataset):
             blocks.append(kind.numbers(table, start))
             start += len(table)
         numbers = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from trl.data.formats import StoredOrStream
 from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
-from trl.data.ragged import column_blocks, list_lengths
+from trl.data.ragged import list_lengths, table_blocks
 from trl.data.rendering import ProcessingClass
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def sequence_lengths(dataset: Dataset, settings: object = Preparation) -> np.nda
     """Tokens of the longest sequence of each row that `settings` prepared, or of each document of packed ones."""
     if "seq_lengths" in dataset.column_names:
         flat: Callable[..., Any] = pc.list_flatten  # type: ignore[attr-defined]
-        return np.concatenate([flat(block).to_numpy() for block in column_blocks(dataset, "seq_lengths")])
+        return np.concatenate([flat(block["seq_lengths"]).to_numpy() for block in table_blocks(dataset)])
     sequences = getattr(settings, "sequences", Preparation.sequences)
     present = [names for names in sequences if set(names) <= set(dataset.column_names)]
     lengths = [list_lengths(dataset, *names) for names in present]

@@ -51,12 +51,8 @@ def list_lengths(dataset: Dataset, *columns: str) -> np.ndarray:
 
 
 def table_blocks(dataset: Dataset) -> Iterator[Any]:
-    yield from dataset.with_format("arrow").iter(batch_size=50_000)
-
-
-def column_blocks(dataset: Dataset, column: str) -> Iterator[Any]:
-    for block in table_blocks(dataset):
-        yield block[column]
+    """The rows as arrow tables of at most 50,000."""
+    return dataset.with_format("arrow").iter(batch_size=50_000)
 
 
 def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:

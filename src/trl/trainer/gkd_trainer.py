@@ -16,7 +16,7 @@ from trl.checkpoints.spread import Spread
 from trl.collators.preference import completion_batch
 from trl.data.formats import column_names, last_turn_as_completion
 from trl.data.prepared_sets import RowSet, sequence_lengths
-from trl.data.ragged import column_blocks, read_ragged
+from trl.data.ragged import read_ragged, table_blocks
 from trl.data.rendering import text_tokenizer
 from trl.data.teacher_columns import (
     TEACHER,
@@ -125,15 +125,15 @@ def prompt_lengths(dataset: Dataset) -> np.ndarray:
     if "completion_mask" not in dataset.column_names:
         return np.zeros(len(dataset), np.int64)
     found = []
-    for column in column_blocks(dataset, "completion_mask"):
-        mask = read_ragged(column, "completion_mask")
+    for block in table_blocks(dataset):
+        mask = read_ragged(block["completion_mask"], "completion_mask")
         trained = np.flatnonzero(mask.values)
         firsts = np.append(trained, len(mask.values))[np.searchsorted(trained, mask.offsets[:-1])]
         found.append(np.minimum(firsts - mask.offsets[:-1], mask.lengths))
     lengths = np.concatenate(found)
     if PROMPT_ALONE not in dataset.column_names:
         return lengths
-    blocks = [read_ragged(column, PROMPT_ALONE) for column in column_blocks(dataset, PROMPT_ALONE)]
+    blocks = [read_ragged(block[PROMPT_ALONE], PROMPT_ALONE) for block in table_blocks(dataset)]
     alone = np.concatenate([block.lengths * (block.values[block.offsets[:-1]] != IGNORED) for block in blocks])
     return np.where(alone, alone, lengths)
 

@@ -18,7 +18,7 @@ from trl.data.byte_alignment import STOP, Alignment, align, shared_tokens, vocab
 from trl.data.formats import StoredOrStream, column_names, last_turn_as_completion
 from trl.data.pipeline import prepare_dataset
 from trl.data.prepared_sets import RowSet
-from trl.data.ragged import column_blocks, read_ragged
+from trl.data.ragged import read_ragged, table_blocks
 from trl.data.text import PROMPT_ALONE, SFTPreparation
 from trl.data.tokenization import encode
 from trl.experimental.gold.gold_config import GOLDConfig
@@ -226,8 +226,8 @@ class GOLDSets(GKDSets):
 def _report(dataset: Dataset, name: str) -> None:
     """Warn of rows without a span. Raises: ValueError where no row has one."""
     counts = []
-    for column in column_blocks(dataset, "spans"):
-        spans = read_ragged(column, "spans")
+    for block in table_blocks(dataset):
+        spans = read_ragged(block["spans"], "spans")
         counts.append(np.diff(np.concatenate([[0], np.cumsum(spans.values > 0)])[spans.offsets]))
     empty = np.flatnonzero(np.concatenate(counts) == 0).tolist()
     if len(empty) == len(dataset):
