@@ -37,13 +37,13 @@ OPTIONS = PairOptions(beta=0.5, label_smoothing=SMOOTH, discopop_tau=0.2)
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_values_by_hand(name):
-    assert PAIR_LOSSES[name](one_pair(2.0, 1.0), OPTIONS).tolist() == pytest.approx([BY_HAND[name]], abs=1e-14)
+    assert PAIR_LOSSES[name].values(one_pair(2.0, 1.0), OPTIONS).tolist() == pytest.approx([BY_HAND[name]], abs=1e-14)
 
 
 @pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - {"sft", "ipo", "sppo_hard", "apo_down", "discopop"}))
 def test_chosen_goes_up_and_rejected_goes_down(name):
     scores = one_pair(0.2, 0.1)
-    chosen, rejected = gradients(PAIR_LOSSES[name](scores, PairOptions(beta=0.5)), scores)
+    chosen, rejected = gradients(PAIR_LOSSES[name].values(scores, PairOptions(beta=0.5)), scores)
     assert chosen < 0 < rejected
 
 
@@ -53,7 +53,7 @@ def test_chosen_goes_up_and_rejected_goes_down(name):
 def test_squares_pull_towards_their_goal(name, chosen_sign, rejected_sign):
     far = 20.0 if chosen_sign > 0 else 0.0  # beyond the goal of 1 / (2 beta) = 5, or before it
     scores = one_pair(far, 0.0)
-    chosen, rejected = gradients(PAIR_LOSSES[name](scores, PairOptions(beta=0.1)), scores)
+    chosen, rejected = gradients(PAIR_LOSSES[name].values(scores, PairOptions(beta=0.1)), scores)
     assert math.copysign(1, chosen) == chosen_sign and math.copysign(1, rejected) == rejected_sign
 
 
@@ -66,7 +66,7 @@ def test_huge_margins_are_finite(name, gap, dtype):
     zero = torch.zeros(1, dtype=dtype)
     for options in (PairOptions(beta=1.0, label_smoothing=0.1), PairOptions(beta=1.0, discopop_tau=4.0)):
         scores = PairScores(chosen, rejected, zero, zero)
-        values = PAIR_LOSSES[name](scores, options)
+        values = PAIR_LOSSES[name].values(scores, options)
         assert values.dtype == dtype and torch.isfinite(values).all()
         assert all(math.isfinite(part) for part in gradients(values, scores))
 
@@ -84,7 +84,7 @@ def test_at_beta_zero_nothing_is_learnt(name):
         "discopop": 0.5 * math.log(2) + 0.5,
     }
     scores = scores_of()
-    values = PAIR_LOSSES[name](scores, PairOptions(beta=0.0))
+    values = PAIR_LOSSES[name].values(scores, PairOptions(beta=0.0))
     assert values.tolist() == pytest.approx([constant.get(name, math.log(2))] * 3)
     assert gradients(values, scores) == (0.0, 0.0)
 
@@ -92,13 +92,13 @@ def test_at_beta_zero_nothing_is_learnt(name):
 def test_robust_dpo_is_unbiased_under_label_noise():
     """(1 - e) of the loss as labelled plus e of the loss with labels flipped is DPO's loss on clean labels."""
     options, noise = PairOptions(beta=0.5, label_smoothing=0.2), 0.2
-    there, back = (PAIR_LOSSES["robust"](pair, options) for pair in (one_pair(2.0, 1.0), one_pair(1.0, 2.0)))
+    there, back = (PAIR_LOSSES["robust"].values(pair, options) for pair in (one_pair(2.0, 1.0), one_pair(1.0, 2.0)))
     assert ((1 - noise) * there + noise * back).item() == pytest.approx(-math.log(s(0.5)))
 
 
 def test_exo_takes_a_thousandth_for_no_smoothing():
-    given = PAIR_LOSSES["exo_pair"](scores_of(), PairOptions(label_smoothing=1e-3))
-    torch.testing.assert_close(PAIR_LOSSES["exo_pair"](scores_of(), PairOptions()), given)
+    given = PAIR_LOSSES["exo_pair"].values(scores_of(), PairOptions(label_smoothing=1e-3))
+    torch.testing.assert_close(PAIR_LOSSES["exo_pair"].values(scores_of(), PairOptions()), given)
 
 
 # Closed forms ----------------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ def sorted_loss(left, right, beta):
 
 def test_aot_compares_sorted_margins():
     scores = scores_of()
-    found = PAIR_LOSSES["aot"](scores, PairOptions(beta=0.5)).sum()
+    found = PAIR_LOSSES["aot"].values(scores, PairOptions(beta=0.5)).sum()
     expected = sorted_loss(scores.chosen - scores.rejected, scores.ref_chosen - scores.ref_rejected, 0.5)
     assert_same_with_gradients(found, expected, scores)
 
 
 def test_aot_pair_compares_sorted_log_ratios():
     scores = scores_of()
-    found = PAIR_LOSSES["aot_pair"](scores, PairOptions(beta=0.5)).sum()
+    found = PAIR_LOSSES["aot_pair"].values(scores, PairOptions(beta=0.5)).sum()
     expected = sorted_loss(scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected, 0.5)
     assert_same_with_gradients(found, expected, scores)
 
@@ -135,10 +135,10 @@ def assert_same_with_gradients(found, expected, scores):
 @pytest.mark.parametrize("name", ["aot", "aot_pair", "bco_pair"])
 def test_with_the_steps_statistics_a_cut_step_is_a_whole_one(name):
     whole, options = scores_of(), PairOptions(beta=0.5)
-    values = PAIR_LOSSES[name](whole, options)
+    values = PAIR_LOSSES[name].values(whole, options)
     step = step_statistics(whole, options.beta)
     parts = [
-        PAIR_LOSSES[name](
+        PAIR_LOSSES[name].values(
             PairScores(
                 whole.chosen[part],
                 whole.rejected[part],
@@ -183,7 +183,7 @@ def test_metrics_by_their_documented_names():
 
 def test_a_mixture_is_the_weighted_sum():
     options, names = PairOptions(beta=0.5), ["sigmoid", "bco_pair", "sft"]
-    parts = [PAIR_LOSSES[name](scores_of(), options) for name in names]
+    parts = [PAIR_LOSSES[name].values(scores_of(), options) for name in names]
     mixed = preference_terms(scores_of(), names, options, loss_weights=[0.8, 0.2, 1.0])
     torch.testing.assert_close(mixed.values, 0.8 * parts[0] + 0.2 * parts[1])
     torch.testing.assert_close(preference_terms(scores_of(), names, options).values, sum(parts))
@@ -254,5 +254,5 @@ def test_what_does_not_go_together(losses, weights, options, message):
 def test_sppo_and_hinge_at_another_beta():
     """beta = 0.25: the goal of SPPO is 2; a margin of 8 is beyond the hinge."""
     options = PairOptions(beta=0.25)
-    assert PAIR_LOSSES["sppo_hard"](one_pair(3.0, 1.0), options).item() == pytest.approx(1 + 9)
-    assert PAIR_LOSSES["hinge"](one_pair(9.0, 1.0), options).item() == 0.0
+    assert PAIR_LOSSES["sppo_hard"].values(one_pair(3.0, 1.0), options).item() == pytest.approx(1 + 9)
+    assert PAIR_LOSSES["hinge"].values(one_pair(9.0, 1.0), options).item() == 0.0

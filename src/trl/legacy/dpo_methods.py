@@ -88,7 +88,7 @@ class LegacyDPO(LegacyReference):
         exact = torch.float32 if self.args.device.type == "mps" else torch.float64
         sides = [side.to(self.args.device, exact) for side in getattr(self, name)(batch.get(RECORDED, batch))]
         logps = torch.stack(sides, dim=1).flatten()
-        if any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):  # it gives means
+        if self.method.per_token:  # it gives means
             logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
         return logps
 
@@ -231,7 +231,7 @@ class LegacyDPO(LegacyReference):
 
 def _per_token(trainer: LegacyDPO, logps: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Chosen and rejected of sums `(2B,)`, as means over tokens where one of the trainer's losses takes means."""
-    if any(PAIR_LOSSES[name].per_token for name in trainer.args.loss_type):
+    if trainer.method.per_token:
         logps = logps / tokens_by_sequence(scored_sequences(batch), len(logps))
     return split_pairs(logps)
 

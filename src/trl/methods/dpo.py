@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trl.methods.method import ALONE, Batch, Method, Outcome, Scoring, Step
-from trl.models.packed.layout import STEP_PART, pair_units, row_count
+from trl.methods.method import ALONE, Batch, Outcome, PairMethod, Scoring, Step
+from trl.models.packed.layout import STEP_PART, row_count
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
 from trl.objectives.preference import PAIR_LOSSES, chosen_nll, nll_coefficient, preference_terms
 from trl.reporting.metrics import Processes, RunningMean
-from trl.tensors.reduce import LossTerms, Unit, weighted
+from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.sequences import (
     alignment_by_sequence,
     length_desensitized,
@@ -28,25 +28,22 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_config import DPOConfig
 
 
-class DPOMethod(Method):
+class DPOMethod(PairMethod):
     """The mathematics of DPO and its family, of pairs with the reference's log-probs in `ref_logps`."""
 
-    units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
     reference_names: Sequence[str] = ("ref_logps",)
     mean_reward: RunningMean
 
     def __init__(self, args: "DPOConfig") -> None:
         self.args, self.mean_reward = args, RunningMean()
         self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
-        self._compares_pairs = any(PAIR_LOSSES[name].needs_step for name in args.loss_type)
+        losses = [PAIR_LOSSES[name] for name in args.loss_type]
+        self._compares_pairs = any(loss.needs_step for loss in losses)
+        self.per_token = any(loss.per_token for loss in losses)  # completions are compared by means over their tokens
 
     def wants(self, batch: Batch, step: Step) -> ScoreOptions:
         """With the logs of collision probabilities for WPO."""
         return ScoreOptions(collision=self.args.use_weighting, mean_logits=True)
-
-    def count(self, batch: Batch) -> Tensor:
-        """How many pairs a batch has, and how many tokens their chosen completions."""
-        return pair_units(batch)
 
     def plan(self, batches: Sequence[Batch], scoring: Scoring) -> Sequence[Any]:
         """Score a step of several micro-batches without gradient where a loss compares its pairs with each other."""
@@ -93,7 +90,7 @@ class DPOMethod(Method):
         policy = self.totals(batch, scored)
         reference = batch["ref_logps"].to(policy) if self.reference_names else torch.zeros_like(policy)
         scores = PairScores(*split_pairs(policy), *split_pairs(reference))
-        if not any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):
+        if not self.per_token:
             return scores
         return scores.per_token(*split_pairs(tokens_by_sequence(scored.positions.sequence, len(policy))))
 
@@ -110,7 +107,8 @@ class DPOMethod(Method):
             scores = replace(scores, step=known)
         terms = preference_terms(
             scores, self.args.loss_type, self.args.pair_options(), loss_weights=self.args.loss_weights,
-            pair_weights=self.pair_weights(scored, len(logged.chosen)), logged=logged,
+            pair_weights=self.pair_weights(scored, len(logged.chosen)) if self.args.use_weighting else None,
+            logged=logged,
         )  # fmt: skip
         return self.outcome(terms, logged, scored, nll=self._nll_coefficient)
 
@@ -136,10 +134,8 @@ class DPOMethod(Method):
             return sum_by_sequence(scored.logps, sequence, count)
         return length_desensitized(scored.logps, sequence, count, alpha=alpha)
 
-    def pair_weights(self, scored: Scored, pairs: int) -> Tensor | None:
-        """WPO's weights `(B,)`; None without `use_weighting`."""
-        if not self.args.use_weighting:
-            return None
+    def pair_weights(self, scored: Scored, pairs: int) -> Tensor:
+        """WPO's weights `(B,)`."""
         assert scored.log_collision is not None
         alignment = alignment_by_sequence(scored.logps, scored.log_collision, scored.positions.sequence, 2 * pairs)
         return wpo_weights(*split_pairs(alignment))

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from trl.models.packed.layout import STEP_PART
+from trl.models.packed.layout import STEP_PART, row_count, scored_sequences
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import Routing, ScoreOptions
 from trl.models.switches import undisturbed, without_ddp
@@ -246,3 +246,14 @@ class Method:
         """Resume from `state`."""
         if self.mean_reward is not None and "rewards" in state:
             self.mean_reward.load_state(state["rewards"])
+
+
+class PairMethod(Method):
+    """Base of the methods of pairs whose chosen completions' likelihood is trained too, per token."""
+
+    units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
+
+    def count(self, batch: Batch) -> Tensor:
+        """How many pairs a batch has, and how many scored tokens their chosen sequences."""
+        chosen = (scored_sequences(batch) % 2 == 0).sum().cpu()
+        return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])

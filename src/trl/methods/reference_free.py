@@ -5,13 +5,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from trl.methods.method import Batch, Method, Outcome, Step
-from trl.models.packed.layout import pair_units, row_count
+from trl.methods.method import Batch, Outcome, PairMethod, Step
+from trl.models.packed.layout import row_count
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import chosen_nll
-from trl.tensors.reduce import LossTerms, Unit
+from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import positions_in_sequence, split_pairs, sum_by_sequence, tokens_by_sequence
 
 
@@ -23,14 +23,13 @@ class PairTokens(NamedTuple):
     prompt: Tensor
 
 
-class ReferenceFreeMethod(Method):
+class ReferenceFreeMethod(PairMethod):
     """What the mathematics of CPO and ORPO share.
 
     The loss is a mean over all pairs of an optimiser step, plus `nll_coefficient` times the chosen sequences' negative
     log-likelihood, a mean over all their scored tokens in that step.
     """
 
-    units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
     scores_prompts: ClassVar[bool] = False  # the likelihood includes that of the chosen prompts, of a decoder
     per_token: bool  # completions are compared by means over their tokens, not by sums
     nll_coefficient: float  # the weight of the chosen sequences' likelihood
@@ -49,10 +48,6 @@ class ReferenceFreeMethod(Method):
     def wants(self, batch: Batch, step: Step) -> ScoreOptions:
         """With the mean logits."""
         return ScoreOptions(mean_logits=True)
-
-    def count(self, batch: Batch) -> Tensor:
-        """How many pairs a batch has, and how many scored tokens their chosen sequences."""
-        return pair_units(batch)
 
     def terms(self, batch: Batch, scored: Scored, step: Step) -> Outcome:
         """The losses of a batch's pairs, and the likelihood of their chosen sequences."""

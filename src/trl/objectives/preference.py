@@ -154,9 +154,6 @@ class PairLoss:
     needs_step: bool = False
     divides_by_beta: bool = False
 
-    def __call__(self, scores: PairScores, options: PairOptions) -> Tensor:
-        return self.values(scores, options)
-
 
 PAIR_LOSSES: dict[str, PairLoss] = {
     "sigmoid": PairLoss(sigmoid, takes_divergence=True, smoothed=True),
@@ -206,7 +203,7 @@ def preference_terms(
     mixing = [1.0] * len(losses) if loss_weights is None else [float(weight) for weight in loss_weights]
     values = torch.zeros_like(scores.chosen)
     for name, weight in zip(losses, mixing, strict=True):
-        values = values + weight * PAIR_LOSSES[name](scores, options)
+        values = values + weight * PAIR_LOSSES[name].values(scores, options)
     if pair_weights is not None:
         values = values * pair_weights
     # Kept for compatibility: in a mixture, the logged rewards are those of its losses, weighted and added.
@@ -274,7 +271,7 @@ def cpo_terms(scores: PairScores, loss_type: str, options: PairOptions) -> LossT
     """
     loss = lookup(CPO_LOSSES, loss_type, "loss_type")
     chosen, rejected = (power_ratio(logps, options.alpha) for logps in (scores.chosen, scores.rejected))
-    values = loss(PairScores.without_reference(chosen, rejected), options)
+    values = loss.values(PairScores.without_reference(chosen, rejected), options)
     rewards = options.beta * chosen, options.beta * rejected
     metrics = pair_metrics(*rewards, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
     return LossTerms(values, torch.ones_like(values), "pair", metrics)

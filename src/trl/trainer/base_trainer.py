@@ -235,7 +235,7 @@ class BaseTrainer(Trainer):
             num_items_in_batch = self._units_of_step
         self.loss_is_scaled_for_ga = num_items_in_batch is not None
         inputs = self.take_batch(inputs)
-        part, weight = inputs.get(STEP_PART, ALONE), self.scorer.router_weight
+        part = inputs.get(STEP_PART, ALONE)
         if self.mode == "train" and self._token_counts is None and not part.fills_up:
             self.run_metrics.count_tokens(count_sequence_tokens(self.method.learned(inputs)))
         counts = self.method.count(inputs)
@@ -244,6 +244,7 @@ class BaseTrainer(Trainer):
             step = torch.as_tensor(num_items_in_batch).view(-1)
         with holding(self.scorer, "routing_of_step", part.routing):
             outcome = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
+        weight = 0.0 if outcome.aux_loss is None else self.scorer.router_weight
         loss = outcome.loss(self.method.units, counts, step, router_weight=weight, router_share=part.share)
         if part.fills_up:
             loss = loss * 0  # with the collectives of the others, and a gradient of zeros

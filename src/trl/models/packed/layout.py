@@ -98,12 +98,6 @@ def row_count(batch: Columns, *, per_row: int = 1) -> int:
     return len(batch["rows"]) if "rows" in batch else batch["input_ids"].shape[0] // per_row
 
 
-def pair_units(batch: Columns) -> Tensor:
-    """The number of pairs of a batch, and of trained tokens in chosen completions: int64 `(2,)`."""
-    chosen = (scored_sequences(batch) % 2 == 0).sum().cpu()
-    return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])
-
-
 def count_tokens(batch: Columns) -> Tensor:
     """Number of real tokens of a batch as an int64 scalar; of an encoder-decoder's, prompts and completions."""
     if "decoder_labels" in batch:
