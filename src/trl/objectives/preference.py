@@ -1,6 +1,6 @@
 """Losses of learning from pairs: DPO and its family, and those without a reference policy (CPO, SimPO, AlphaPO, ORPO).
 
-`PAIR_LOSSES` maps each `loss_type` to a pure function of sequence log-probs, `(scores, options) -> (B,)`;
+`PAIR_LOSSES` maps each `loss_type` to a pure function of sequence log-probs, `values(scores, options) -> (B,)`;
 `preference_terms` weighs one or several of them (MPO) and adds the metrics. In the formulas `s` is the sigmoid, `c` and
 `r` are the log-ratios of policy over reference of the chosen and the rejected completion, and `h` is their `margin`:
 `c - r`, unless another divergence than the reverse KL regularises the policy.

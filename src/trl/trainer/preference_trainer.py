@@ -17,7 +17,6 @@ from trl.methods.method import Batch, Method
 from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
-from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
 from trl.trainer.arguments import Collator
 from trl.trainer.base_trainer import BaseTrainer
@@ -90,9 +89,7 @@ class PreferenceTrainer(BaseTrainer):
         policy: Any = self.model_wrapped
         assert self.reference is not None
         with self.accelerator.autocast():
-            scored = self.reference.score(
-                policy, batch, lambda scorer, model, rows: scorer.score(model, rows, ScoreOptions())
-            )
+            scored = self.reference.score(policy, batch, lambda scorer, model, rows: scorer.score(model, rows))
         return self.method.totals(batch, scored)  # type: ignore[attr-defined]
 
     def take_reference(self, columns: Sequence[str], **settings: object) -> None:

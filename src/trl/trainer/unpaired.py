@@ -1,7 +1,6 @@
 """What KTO and BCO share: completions that are judged one by one, against a reference policy."""
 
 import logging
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from trl.collators.unpaired import (
 from trl.data.rendering import Fields
 from trl.data.unpaired import UnpairedPreparation
 from trl.methods.unpaired import UnpairedMethod
-from trl.models.policy import Policy, is_encoder_decoder
+from trl.models.policy import is_encoder_decoder
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scorer
@@ -75,9 +74,16 @@ class UnpairedTrainer(PreferenceTrainer):
         self.reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path, **adapters)
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None
-        parts = unpaired_parts(args, policy, self.make_method(args), data_collator, settings)
+        # One completion behind its prompt is a plain sequence: there is nothing to share.
+        shares = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
+        encoder_pad = pad_token_id(policy.tokenizer) if policy.scorer.core.config.is_encoder_decoder else None
+        parts = Parts(
+            policy, self.make_method(args), pair_sets(args, policy, UnpairedPreparation, **settings),
+            data_collator or UnpairedCollator(shares, self.mismatched, encoder_pad),
+            partial(as_unpaired_batch, prefix_sharing=shares, mismatched=self.mismatched), shares, self.reference,
+        )  # fmt: skip
         super().__init__(
-            replace(parts, reference=self.reference), args, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            parts, args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
@@ -91,19 +97,6 @@ class UnpairedTrainer(PreferenceTrainer):
     def make_method(self, args: Any) -> UnpairedMethod:
         """The method; `self.mismatched` is there already."""
         raise TypeError(f"{type(self).__name__} must override make_method.")
-
-
-def unpaired_parts(
-    args: Any, policy: Policy, method: UnpairedMethod, collator: arguments.Collator | None, settings: Fields
-) -> Parts:
-    """The parts of a trainer of single completions; `settings` are further ones of `UnpairedPreparation`."""
-    # One completion behind its prompt is a plain sequence: there is nothing to share.
-    mismatched = settings.get("mismatch_group") is not None
-    shares = mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
-    encoder_pad = pad_token_id(policy.tokenizer) if policy.scorer.core.config.is_encoder_decoder else None
-    layout = partial(as_unpaired_batch, prefix_sharing=shares, mismatched=mismatched)
-    sets = pair_sets(args, policy, UnpairedPreparation, **settings)
-    return Parts(policy, method, sets, collator or UnpairedCollator(shares, mismatched, encoder_pad), layout, shares)
 
 
 def _warn_of_blocks(dataset: object, strategy: str) -> None:
