@@ -25,6 +25,7 @@ from typing import IO, NamedTuple
 import pytest
 
 from tests.fixed_costs import spare
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = dict(os.environ)  # without what a test sets
@@ -44,10 +45,8 @@ def launch(
     module: str, *arguments: str, timeout: int = 400, beside: Sequence[Program] = (), processes: int = 2
 ) -> None:  # fmt: skip
     """Run `python -m module` in processes over gloo, and what runs `beside` them; the test fails with their errors."""
-    from accelerate.utils.other import get_free_port
-
     size = str(processes)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # fmt: skip
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # fmt: skip
     ranks = [
         Program(module, arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in map(str, range(processes))
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import socket
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from tests.data.test_byte_alignment import KINDS, texts, tokenizer_of
 from tests.experimental.gold_runs import ANSWERS, ROWS, gold, other_tokenizer
 from tests.generation.served_runs import asks
 from tests.generation.stand_in import TOKEN, LocalCopy, StandIn, serving
+from tests.ports import free_port
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.resume_worker import tokenizer
@@ -380,10 +380,8 @@ def test_completions_of_a_vllm_server_are_those_of_its_weights(monkeypatch: pyte
     expected._generated = dataclasses.replace(expected._generated, student=writer)
     expected.train()
     stand_in = StandIn(tiny_model("gpt2", vocab_size=400, dtype=torch.float64, seed=3))
-    with serving(stand_in) as url, socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-        held.close()
-        trainer = gold(**settings, **asks(url, port))
+    with serving(stand_in) as url:
+        trainer = gold(**settings, **asks(url, free_port()))
         trainer.train()
         trainer._generated.student.engine.close()
     for one, other in zip(trainer.state.log_history[:2], expected.state.log_history[:2], strict=True):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 from tests.generation.vllm_runs import model
+from tests.ports import free_port
 from tests.trainer.resume_worker import tokenizer
 from trl.generation.serving.connection import VARIABLE
 from trl.generation.serving.weight_channel import WeightChannel
@@ -26,11 +26,6 @@ SMALL = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def saved(folder: Path) -> Path:

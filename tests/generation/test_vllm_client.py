@@ -4,7 +4,6 @@ import base64
 import http.server
 import io
 import re
-import socket
 import threading
 import time
 
@@ -15,6 +14,7 @@ from PIL import Image
 
 from tests.generation.stand_in import TOKEN, StandIn, serving
 from tests.generation.weight_parts_worker import checkpoint_weights
+from tests.ports import free_port
 from tests.tiny import tiny_model
 from trl.extras.vllm_client import VLLMClient, pil_to_base64
 from trl.generation.serving.connection import VARIABLE, ServerLost, server_token
@@ -27,8 +27,7 @@ def token(monkeypatch):
 
 @pytest.fixture
 def group_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture

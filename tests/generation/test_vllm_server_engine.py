@@ -1,7 +1,6 @@
 """Training with a vLLM server, in whose place the embedded engine answers: the same numbers as without a server."""
 
 import logging
-import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from transformers import TrainerCallback
 
 from tests.generation.served_runs import KINDS, TURNS, asks, found_of, trainer_of
 from tests.generation.stand_in import TOKEN, StandIn, serving
+from tests.ports import free_port
 from tests.tiny import tiny_model
 from tests.trainer import grpo_runs
 from tests.trainer.group_methods import comparable
@@ -40,8 +40,7 @@ def token(monkeypatch):
 
 @pytest.fixture
 def group_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return free_port()
 
 
 def zeroed(kind):

@@ -11,9 +11,10 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from tests.agents.tool_words import TOOLS, call_tokenizer
-from tests.generation.real_server import RealServer, free_port
+from tests.generation.real_server import RealServer
 from tests.generation.test_vllm_engine import ran
 from tests.generation.vllm_runs import model
+from tests.ports import free_port
 from tests.trainer.grpo_agent_runs import ROWS, tool_agent
 from tests.trainer.grpo_runs import TRAINERS
 from tests.trainer.grpo_tool_runs import conversations, many_tools

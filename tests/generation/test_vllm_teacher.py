@@ -10,8 +10,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.generation.real_server import SMALL, free_port, saved
+from tests.generation.real_server import SMALL, saved
 from tests.generation.vllm_runs import model
+from tests.ports import free_port
 from tests.trainer.resume_worker import tokenizer
 from trl.generation.teacher_servers import TeacherServer
 

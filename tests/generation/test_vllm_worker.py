@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import threading
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.ports import free_port
 from trl.generation.serving.weight_channel import WeightChannel
 from trl.generation.vllm.worker import WeightReceiver, WeightSyncWorkerExtension
 
@@ -54,8 +54,7 @@ class Worker(WeightReceiver):
 
 @contextmanager
 def joined():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     worker, said = Worker(), []
     join = threading.Thread(target=lambda: said.append(worker.join_weight_channel("127.0.0.1", port, 2, "gloo", 10.0)))
     join.start()
@@ -129,8 +128,7 @@ def test_the_extension_of_a_programs_own_vllm():
     worker = type("Own", (WeightSyncWorkerExtension, Worker), {})()
     with pytest.raises(RuntimeError, match="no weight channel has been joined"):
         worker.update_named_param("a", "float32", (2,))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     join = threading.Thread(target=worker.init_communicator, args=("127.0.0.1", port, 2, "no-uuid"))
     join.start()
     sender = WeightChannel.join("127.0.0.1", port, 0, 2, backend="gloo", timeout_s=10)

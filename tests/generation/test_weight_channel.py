@@ -9,13 +9,9 @@ import pytest
 import torch
 
 from tests.generation.channel_runs import ran
+from tests.ports import free_port
 from tests.two_processes import ending, prepared
 from trl.generation.serving.weight_channel import WeightChannel
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 @pytest.mark.distributed

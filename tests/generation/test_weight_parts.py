@@ -1,7 +1,6 @@
 """Weights by parts are those of the whole, bit for bit, and no more than a part is gathered or copied at any moment."""
 
 import json
-import socket
 import weakref
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.generation.weight_parts_worker import KINDS, checkpoint_weights, policy_of
+from tests.ports import free_port
 from tests.tiny import tiny_model
 from tests.two_processes import Program, launch, need_deepspeed
 from trl.generation.serving.connection import VARIABLE
@@ -104,10 +104,7 @@ def test_sharded_weights_are_gathered_by_parts(how, tmp_path, monkeypatch):
     from tests.generation.stand_in import TOKEN  # needs fastapi
 
     monkeypatch.setenv(VARIABLE, TOKEN)
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            ports.append(str(listener.getsockname()[1]))
+    ports = [str(free_port()) for _ in range(2)]
     worker = "tests.generation.weight_parts_worker"
     servers = Program(worker, (str(tmp_path), "servers", *ports))
     launch(worker, str(tmp_path), how, *ports, timeout=300, beside=[servers])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.ports import free_port
 from trl.cli.main import main
 from trl.generation.serving.connection import VARIABLE, client_token, server_token, token_file, until_told
 from trl.scripts.vllm_serve import ServeArguments, make_parser
@@ -126,8 +127,7 @@ def test_a_model_that_cannot_be_loaded(with_vllm, monkeypatch, capsys):
         assert not token_file(port).exists() and served.model == "m" and not hasattr(served, "host")
         raise OSError("no such model.")
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setattr("trl.generation.vllm.server.VLLMBackend", fails)
     assert main(["vllm-serve", "--model", "m", "--port", str(port)]) == 2
     assert "vLLM could not load m: no such model." in capsys.readouterr().err

@@ -1,12 +1,14 @@
 """`hang_timeout`: a process that hangs ends the others within the time, and all say where they stood."""
 
 import re
+import threading
 import time
 
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.contracts import methods
+from tests.ports import free_port
 from tests.two_processes import Program, run
 from trl import SFTConfig
 from trl.trainer.callbacks.hang import EndsHangs
@@ -14,11 +16,9 @@ from trl.trainer.callbacks.hang import EndsHangs
 
 @pytest.mark.distributed
 def test_a_process_that_hangs_ends_all_with_their_stacks(tmp_path):
-    from accelerate.utils.other import get_free_port
-
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(get_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
     }
@@ -70,3 +70,17 @@ def test_a_training_that_failed_is_not_watched(tmp_path, monkeypatch):
         trainer.train()
     time.sleep(0.8)
     assert ended == []
+
+
+def test_an_error_while_the_process_ends_does_not_change_how(tmp_path, monkeypatch):
+    """As that of a thread that waits for a process which ended a moment earlier."""
+    statuses, ending = [], threading.Event()
+    monkeypatch.setattr("trl.trainer.callbacks.hang.GRACE", 0.5)
+    monkeypatch.setattr("os._exit", statuses.append)
+    monkeypatch.setattr("socket.gethostname", lambda: ending.set() or "host")
+    watch = EndsHangs(0.1)
+    args = SFTConfig(str(tmp_path), report_to="none", use_cpu=True)
+    watch.on_train_begin(args, TrainerState(), TrainerControl())
+    assert ending.wait(30)
+    watch.stop()
+    assert statuses == [124]

@@ -25,7 +25,7 @@ class EndsHangs(TrainerCallback):
     def __init__(self, seconds: float | None) -> None:
         """Watch for so many seconds; None: not at all."""
         self._seconds, self._last, self._step = seconds, time.monotonic(), 0
-        self._ended = threading.Event()
+        self._ended, self._ends = threading.Event(), False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -37,15 +37,22 @@ class EndsHangs(TrainerCallback):
         self._ended = threading.Event()
         self._note(args, state, control)
         path, rank = Path(args.output_dir or ".") / STACKS, f"process {args.process_index} of {args.world_size}"
-        threading.Thread(target=self._watch, args=(self._ended, self._seconds, path, rank), daemon=True).start()
+        watch = (self._ended, self._seconds, path, rank)
+        self._thread = threading.Thread(target=self._watch, args=watch, daemon=True)
+        self._thread.start()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The time after a training is not watched."""
         self.stop()
 
     def stop(self) -> None:
-        """Watch no longer, also after an error or an interruption."""
+        """Watch no longer, also after an error or an interruption. A process that ends already does so as a hang.
+
+        The other processes may end a moment earlier, which is an error in a thread that waits for them.
+        """
         self._ended.set()
+        if self._ends:
+            self._thread.join()
 
     def _note(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._last, self._step = time.monotonic(), state.global_step
@@ -58,6 +65,7 @@ class EndsHangs(TrainerCallback):
                 self._end(path, rank)
 
     def _end(self, path: Path, rank: str) -> None:
+        self._ends = True
         place = f"{rank} on {socket.gethostname()} (pid {os.getpid()}) after step {self._step}"
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         parts = [f"==== {place}: no progress for {self._seconds:g} s\n"]
