@@ -96,6 +96,8 @@ def of_two(kind: str, folder: str) -> None:
     if trainer.accelerator.is_main_process:
         torch.save(weights(trainer), Path(folder) / "weights.pt")
     saved = {"project_kwargs": {"project_dir": folder}, "save_freq": 1, "prompts": drawn, **own}
+    if kind != "alignprop":  # whose gradient begins at the third step at the latest
+        saved["sample_num_steps"] = 2
     whole = in_float64(kind, **saved)
     whole.train(3)
     resumed = in_float64(kind, **saved, resume_from=f"{folder}/checkpoints/checkpoint_1")
@@ -107,7 +109,8 @@ def of_two(kind: str, folder: str) -> None:
 
 def saved_in(folder, **settings):
     project = {"project_dir": folder}
-    return ddpo(project_kwargs=project, save_freq=1, prompts=drawn, per_prompt_stat_tracking=True, **settings)
+    own = {"sample_num_steps": 2, "prompts": drawn, "per_prompt_stat_tracking": True}
+    return ddpo(project_kwargs=project, save_freq=1, **own, **settings)
 
 
 def killed(kind: str, folder: str) -> None:

@@ -152,6 +152,7 @@ def test_resuming_is_bit_exact(kind, lora, tmp_path):
         "per_prompt_stat_tracking": True,
         "per_prompt_stat_tracking_min_count": 2,
         "train_num_inner_epochs": 2,
+        "sample_num_steps": 2,
     }
     settings = {
         "project_kwargs": {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2},
@@ -178,7 +179,7 @@ def test_resuming_is_bit_exact(kind, lora, tmp_path):
 
 
 def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
-    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 2}
+    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 2, "sample_num_steps": 2}
     ddpo(**settings).train(4)
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
@@ -210,7 +211,8 @@ def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
 def test_a_run_keeps_its_own_checkpoints(tmp_path, caplog):
     """Another run's do not count, also those after the one that a run resumes from."""
     folder = tmp_path / "checkpoints"
-    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 1, "num_checkpoint_limit": 2}
+    project = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 1, "num_checkpoint_limit": 2}
+    settings = {**project, "sample_num_steps": 2, "sample_num_batches_per_epoch": 1}
     others = [f"checkpoint_{number}" for number in (4, 5)]
 
     def names():
@@ -631,7 +633,7 @@ def test_a_reward_may_change_the_working_directory_but_not_exit(tmp_path, monkey
         os.chdir(tmp_path / "elsewhere")
         return brightness(images, prompts, metadata)
 
-    ddpo(reward=wandering, save_freq=1, logdir="logs").train(2)
+    ddpo(reward=wandering, save_freq=1, logdir="logs", sample_num_steps=2).train(2)
     assert (tmp_path / "logs" / "checkpoints" / "checkpoint_1").is_dir()
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -640,7 +642,7 @@ def test_a_reward_may_change_the_working_directory_but_not_exit(tmp_path, monkey
 
     for reward in (leaving, lambda *given: sys.exit(3)):
         with pytest.raises(RewardError, match=r"called sys.exit\(3\), which does not end a run"):
-            ddpo(reward=reward).train(1)
+            ddpo(reward=reward, sample_num_steps=2).train(1)
 
 
 def test_configs_as_plain_values():
