@@ -139,37 +139,36 @@ def rock(policy: Any) -> Any:
 
 
 def test_nash_md_mixes_rock_paper_and_scissors_where_online_dpo_cycles() -> None:
-    """From a policy that answers "rock" to a reference that is nearly uniform, over the last half of 70 steps: the class that is farthest
+    """From a policy that answers "rock" to a reference that is nearly uniform, over the last half of 50 steps: the class that is farthest
     from a third, and the largest share that each class has at some time."""
     farthest, largest = {}, {}
     for method, settings in {"nash_md": {"mixture_coef": 0.5}, "online_dpo": {}}.items():
         reference = tiny_model("gpt2", seed=0, **FLAT)
         steps = train(
-            method, RockPaperScissors(), rock(reference), reference=reference, beta=0.2, max_steps=70, learning_rate=5e-3,
-            lr_scheduler_type="constant", per_device_train_batch_size=64, seed=0, **settings,
+            method, RockPaperScissors(), rock(reference), reference=reference, beta=0.2, max_steps=50, learning_rate=5e-3,
+            lr_scheduler_type="constant", per_device_train_batch_size=48, seed=0, **settings,
         )  # fmt: skip
-        shares = torch.stack([steps[35:, 0, each == CLASS].sum(-1) for each in range(3)], dim=1)
+        shares = torch.stack([steps[25:, 0, each == CLASS].sum(-1) for each in range(3)], dim=1)
         farthest[method] = (shares - 1 / 3).abs().amax(dim=1).mean().item()
         largest[method] = shares.amax(dim=0)
     assert farthest["nash_md"] < 0.13 and farthest["online_dpo"] > 0.25
     assert largest["nash_md"].max() < 0.55 and largest["online_dpo"].min() > 0.55
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_xpo_finds_an_arm_that_online_dpo_never_draws(seed: int) -> None:
+def test_xpo_finds_an_arm_that_online_dpo_never_draws() -> None:
     """The best arm has a probability of 5e-6; both methods draw 2,560 completions, XPO half of them from the reference."""
     shares, seen = {}, {}
     for method, settings in {"xpo": {"alpha": 0.05}, "online_dpo": {}}.items():
-        policy = linear_policy(seed)
+        policy = linear_policy(seed=0)
         with torch.no_grad():
             hidden = policy.transformer(torch.tensor([PROMPTS[0]])).last_hidden_state[0, -1]
             policy.lm_head.weight[RARE] = -9.5 * hidden / hidden.square().sum()
-        table = torch.randn(ACTIONS, generator=torch.Generator().manual_seed(seed))
+        table = torch.randn(ACTIONS, generator=torch.Generator().manual_seed(0))
         table[RARE] = 6.0
         judge = BradleyTerry(table.tolist())
         steps = train(
             method, judge, policy, beta=0.5, max_steps=80, learning_rate=1e-2, lr_scheduler_type="constant",
-            per_device_train_batch_size=16, prompts=1, seed=seed, **settings,
+            per_device_train_batch_size=16, prompts=1, seed=0, **settings,
         )  # fmt: skip
         shares[method], seen[method] = steps[:, 0, RARE], judge.seen[RARE]
     assert shares["xpo"][-1] > 0.9 and seen["xpo"] > 50

@@ -3,7 +3,6 @@
 Two completions of each prompt are generated and scored; DPO is trained with the better as chosen.
 """
 
-import pytest
 import torch
 from datasets import Dataset
 from torch.nn.functional import logsigmoid
@@ -62,11 +61,10 @@ def mean_reward(trainer) -> float:
     return trainer.evaluate(data)["eval_reward"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_reward_rises(seed, tmp_path):
+def test_the_reward_rises(tmp_path):
     """From about 0.5 to above 0.8: the share of even tokens."""
     trainer = make(
-        tmp_path, seed=seed, max_steps=40, per_device_train_batch_size=16, learning_rate=1e-2, optim="adamw_torch", logging_steps=1000,
+        tmp_path, seed=0, max_steps=40, per_device_train_batch_size=16, learning_rate=1e-2, optim="adamw_torch", logging_steps=1000,
         per_device_eval_batch_size=64, max_completion_length=4,
     )  # fmt: skip
     before = mean_reward(trainer)
