@@ -98,9 +98,13 @@ def applies(family: str, method: str, settings: dict[str, Any]) -> bool:
     return (refers or IN_ADVANCE.keys().isdisjoint(settings)) and (shares or REPEATED.keys().isdisjoint(settings))
 
 
+def is_evaluated(family: str, method: str) -> bool:
+    return family != "groups" or method in EVALUATED
+
+
 @pytest.fixture(scope="session")
 def whole():
-    return functools.cache(lambda family, method: FAMILIES[family].run(method))
+    return functools.cache(lambda family, method: FAMILIES[family].run(method, evaluates=is_evaluated(family, method)))
 
 
 def assert_same(found: Found, expected: Found, tolerance: float) -> None:
@@ -176,9 +180,9 @@ def test_two_processes(family, method, whole, two):
     """Two processes of half the rows each; an evaluation of seven rows counts none twice."""
     found = Found(*two[method])
     assert_same(found, whole(family, method), FAMILIES[family].tolerance)
-    if family == "groups" and method not in EVALUATED:
+    if not is_evaluated(family, method):
         return
-    expected = FAMILIES[family].run(method, evaluates=True).evaluation
+    expected = dict(whole(family, method).evaluation)
     if method in ("dpo-aot", "dpo-aot_pair"):  # an evaluation sorts within each batch
         expected["eval_loss"] = found.evaluation["eval_loss"]
     assert found.evaluation == pytest.approx(expected, rel=1e-9, abs=1e-9)
