@@ -57,7 +57,7 @@ def saved(tmp_path_factory) -> dict[str, str]:
 
 def of_rows(make: Callable[..., Any], model: str = "policy", **given: str) -> Callable[..., Any]:
     return lambda saved, out, **settings: make(
-        out, model=saved[model], **{name: saved[value] for name, value in given.items()}, **STEPS, **settings
+        out, model=saved[model], **{name: saved[value] for name, value in given.items()}, **{**STEPS, **settings}
     )
 
 
@@ -69,16 +69,14 @@ def of_groups(
         own: dict[str, Any] = {"num_generations": 2} if method in grpo_runs.COMPARED else {}
         if beta is not None:
             own["beta"] = beta
-        return make(method, folder=out, given=models, **STEPS, **own, **settings)[0]
+        return make(method, folder=out, given=models, **{**STEPS, **own, **settings})[0]
 
     return made
 
 
 def ppo(saved: dict[str, str], out: str, **settings: Any) -> Any:
-    steps = {**STEPS, "per_device_train_batch_size": 4}
-    return ppo_runs.make(
-        saved["policy"], folder=out, value_model=saved["reward"], num_ppo_epochs=1, **steps, **settings
-    )[0]
+    steps = {**STEPS, "per_device_train_batch_size": 4, **settings}
+    return ppo_runs.make(saved["policy"], folder=out, value_model=saved["reward"], num_ppo_epochs=1, **steps)[0]
 
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -120,11 +118,11 @@ def moved(before: dict[str, torch.Tensor], model: Any) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_moves_the_weights_of_a_bfloat16_file(method, saved, tmp_path):
-    trainer = METHODS[method](saved, str(tmp_path))
+    trainer = METHODS[method](saved, str(tmp_path), max_steps=2)
     before = state(trainer.model)
     assert {weight.dtype for weight in before.values()} == {torch.float32}
     trainer.train()
-    assert trainer.state.global_step == 4
+    assert trainer.state.global_step == 2
     assert moved(before, trainer.model) >= 0.9
     trainer.save_model()
     weights = load_file(tmp_path / "model.safetensors")
@@ -135,7 +133,7 @@ def test_every_method_moves_the_weights_of_a_bfloat16_file(method, saved, tmp_pa
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_moves_bfloat16_weights_with_residuals(method, saved, tmp_path):
     """The weights that forwards see are bfloat16; the float32 ones, of which the optimiser has the rest, move and are resumed."""
-    trainer = METHODS[method](saved, str(tmp_path), weights=RESIDUAL)
+    trainer = METHODS[method](saved, str(tmp_path), weights=RESIDUAL, max_steps=2)
     before = state(trainer.model)
     assert {weight.dtype for weight in before.values()} == {torch.bfloat16}
     trainer.train()
@@ -317,11 +315,11 @@ def test_the_loss_curve_is_that_of_a_float32_file_with_equal_values(bf16, saved,
     wide.save_pretrained(tmp_path / "wide")
     curves = []
     for folder in (saved["policy"], str(tmp_path / "wide")):
-        settings = {**STEPS, "max_steps": 80, "learning_rate": 5e-5, "bf16": bf16}
+        settings = {**STEPS, "max_steps": 40, "learning_rate": 1e-4, "bf16": bf16}
         trainer = methods.sft(str(tmp_path / "run"), model=folder, processing_class=tokenizer(), **settings)
         trainer.train()
         curves.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-    assert len(curves[0]) == 80 and curves[0][-1] < curves[0][0] - 0.1
+    assert len(curves[0]) == 40 and curves[0][-1] < curves[0][0] - 0.1
     assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-6
 
 

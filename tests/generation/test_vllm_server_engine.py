@@ -1,5 +1,6 @@
 """Training with a vLLM server, in whose place the embedded engine answers: the same numbers as without a server."""
 
+import functools
 import logging
 import threading
 import time
@@ -65,19 +66,26 @@ def assert_same(found, expected, atol):
 # ---- the same numbers
 
 
+def adapter_of(kind):
+    adapter = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return {"peft_config": adapter} if kind == "lora" else {}
+
+
+@functools.cache
+def without_server(kind, method="grpo"):
+    return found_of(kind, method, given=adapter_of(kind))[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "method"),
     [("plain", "grpo"), ("plain", "rloo"), ("tools", "grpo"), ("agents", "grpo"), ("lora", "grpo")],
 )
 def test_runs_with_a_server_equal_those_with_a_copy_here(kind, method, group_port):
     """Gradients, logs and an evaluation; weights are sent once for each window and once for the evaluation."""
-    adapter = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    given = {"peft_config": adapter} if kind == "lora" else {}
-    expected = found_of(kind, method, given=given)[1]
     stand_in = zeroed(kind)
     with serving(stand_in) as url:
-        found = found_of(kind, method, given=given, served=asks(url, group_port))[1]
-    assert_same(found, expected, 1e-9)
+        found = found_of(kind, method, given=adapter_of(kind), served=asks(url, group_port))[1]
+    assert_same(found, without_server(kind, method), 1e-9)
     assert stand_in.calls.count("load") == 3 and stand_in.calls.count("join") == 1
     completions = 28 if kind == "agents" else 2 * 16 + 28  # of two windows and the evaluation
     assert (stand_in.calls.count("complete") > completions) == (kind in TURNS)
@@ -93,8 +101,7 @@ def test_two_processes_share_one_server(kind, tmp_path, group_port):
     with serving(stand_in) as url:
         launch("tests.generation.served_runs", str(tmp_path), kind, url, str(group_port))
     found = torch.load(tmp_path / "found_0.pt")
-    expected = found_of(kind)[1]
-    assert_same(found, expected, 1e-6)
+    assert_same(found, without_server(kind), 1e-6)
     other = torch.load(tmp_path / "found_1.pt")["refused"]  # of which the one asked for nothing that could be wrong
     assert other.startswith("ValueError: prompts[1] is empty")
     assert found["refused"] == f"ValueError: in process 1: {other.removeprefix('ValueError: ')}"
@@ -209,7 +216,6 @@ class AtStep(TrainerCallback):
 
 
 def test_a_server_that_is_started_anew_gets_the_weights_again(group_port, caplog):
-    expected = found_of("plain")[1]
     first, second = zeroed("plain"), zeroed("plain")
     with ExitStack() as running:
         url = running.enter_context(serving(first))
@@ -221,7 +227,7 @@ def test_a_server_that_is_started_anew_gets_the_weights_again(group_port, caplog
         with caplog.at_level(logging.WARNING, logger="trl"):
             given = {"callbacks": [AtStep(2, restart)]}
             found = found_of("plain", given=given, served=asks(url, group_port))[1]
-    assert_same(found, expected, 1e-9)
+    assert_same(found, without_server("plain"), 1e-9)
     assert len(first.received) == 1 and len(second.received) == 2
     assert "has lost its weights" in caplog.text
 

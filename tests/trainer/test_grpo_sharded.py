@@ -1,5 +1,6 @@
 """GRPO and distillation with weights spread over two processes (FSDP2, DeepSpeed ZeRO-2 and ZeRO-3 over gloo); bfloat16."""
 
+import functools
 import math
 
 import pytest
@@ -23,25 +24,30 @@ from trl.agents.journal import _records
 from trl.rollouts.experience import CORRECTION, OLD, SAMPLING_LOGPS
 
 
+@pytest.fixture(scope="session")
+def single(tmp_path_factory):
+    """A run of one process, by its name: the trainer and its counts."""
+    return functools.cache(lambda name: finished(name, models_of(name), str(tmp_path_factory.mktemp("single"))))
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", KINDS)
-def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, tmp_path):
+def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, single, tmp_path):
     """Weights to 1e-5, logs to 1e-4; a resumed run ends as the one that was not stopped.
 
     With tools, a process whose rows have all ended takes part in gathering the weights for as long as the other goes on.
     """
     need_deepspeed(how)
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_GRPO)
-    singles = {name: finished(name, models_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
-    assert singles["whole"][1] == {
+    assert single("whole")[1] == {
         "generate": 3,
         "nothing": 0,
         "live": 0,
         "score_rollout": 4,
         "load_rollout_batch": 0,
     }
-    assert singles["tools"][1] == {
+    assert single("tools")[1] == {
         "generate": 4,
         "nothing": 0,
         "live": 0,
@@ -50,8 +56,8 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
     }
     found = {name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in OF_GRPO}
     for name in OF_GRPO:
-        single = singles["tools" if name == "tools" else "whole"][0]
-        assert_same_end(tmp_path / name, single, policy_of(name).state_dict())
+        trainer, _ = single("tools" if name == "tools" else "whole")
+        assert_same_end(tmp_path / name, trainer, policy_of(name).state_dict())
     # The weights are gathered once for each window, or turn of all, and for the sample at the end.
     for own in found["whole"]:
         assert (own["generate"], own["nothing"], own["load_rollout_batch"]) == (3, 0, 0)
@@ -60,30 +66,25 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
     assert turns == ([(4, 2), (4, 0)] if how != "zero2" else [(2, 0), (4, 0)])
 
 
-def assert_ends_as_one_process(name, folder):
-    single, _ = finished(name, models_of(name), str(folder / "single"))
-    assert_same_end(folder / name, single, policy_of(name).state_dict())
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", ["fsdp2", "zero3"])
-def test_sharded_distillation_equals_that_of_one_process(how, tmp_path):
+def test_sharded_distillation_equals_that_of_one_process(how, single, tmp_path):
     """Teachers: another model, an average of the student (SDFT) and the student itself (SDPO), sharded like it."""
     need_deepspeed(how)
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_TEACHERS)
     for name in OF_TEACHERS:
-        assert_ends_as_one_process(name, tmp_path)
+        assert_same_end(tmp_path / name, single(name)[0], policy_of(name).state_dict())
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", ["fsdp2", "zero3"])
-def test_sharded_runs_with_agents_take_the_sessions_that_ended(how, tmp_path):
+def test_sharded_runs_with_agents_take_the_sessions_that_ended(how, single, tmp_path):
     """One process finds all its sessions of the second batch and gathers the weights for the other, which finds none."""
     need_deepspeed(how)
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_AGENTS)
-    assert_ends_as_one_process("agents", tmp_path)
+    assert_same_end(tmp_path / "agents", single("agents")[0], policy_of("agents").state_dict())
     again, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("agents-again", "agents"))
     for name, weight in whole.items():
         torch.testing.assert_close(again[name], weight, rtol=1e-5, atol=1e-5)

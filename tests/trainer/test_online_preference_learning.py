@@ -155,20 +155,21 @@ def test_nash_md_mixes_rock_paper_and_scissors_where_online_dpo_cycles() -> None
     assert largest["nash_md"].max() < 0.55 and largest["online_dpo"].min() > 0.55
 
 
-def test_xpo_finds_an_arm_that_online_dpo_never_draws() -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_xpo_finds_an_arm_that_online_dpo_never_draws(seed: int) -> None:
     """The best arm has a probability of 5e-6; both methods draw 2,560 completions, XPO half of them from the reference."""
     shares, seen = {}, {}
     for method, settings in {"xpo": {"alpha": 0.05}, "online_dpo": {}}.items():
-        policy = linear_policy(seed=0)
+        policy = linear_policy(seed)
         with torch.no_grad():
             hidden = policy.transformer(torch.tensor([PROMPTS[0]])).last_hidden_state[0, -1]
             policy.lm_head.weight[RARE] = -9.5 * hidden / hidden.square().sum()
-        table = torch.randn(ACTIONS, generator=torch.Generator().manual_seed(0))
+        table = torch.randn(ACTIONS, generator=torch.Generator().manual_seed(seed))
         table[RARE] = 6.0
         judge = BradleyTerry(table.tolist())
         steps = train(
             method, judge, policy, beta=0.5, max_steps=80, learning_rate=1e-2, lr_scheduler_type="constant",
-            per_device_train_batch_size=16, prompts=1, seed=0, **settings,
+            per_device_train_batch_size=16, prompts=1, seed=seed, **settings,
         )  # fmt: skip
         shares[method], seen[method] = steps[:, 0, RARE], judge.seen[RARE]
     assert shares["xpo"][-1] > 0.9 and seen["xpo"] > 50
