@@ -13,7 +13,7 @@ from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
 from trl.options.checks import lookup
-from trl.tensors.reduce import LossTerms, Unit, weighted
+from trl.tensors.reduce import Unit, weighted
 
 
 class TextScores(NamedTuple):
@@ -37,7 +37,9 @@ class SFTMethod(Method):
     def wants(self, batch: Batch, step: Step) -> ScoreOptions:
         """With the accuracy, the entropy of all tokens, and the objective."""
         entropy = "all" if step.statistics else "none"
-        return ScoreOptions(loss_of=lambda logps, _: self._losses(logps), entropy=entropy, correct=True)
+        return ScoreOptions(
+            loss_of=lambda logps, _: self.objective(logps, torch.ones_like(logps)).values, entropy=entropy, correct=True
+        )
 
     def count(self, batch: Batch) -> Tensor:
         """How many tokens a batch trains. Raises ValueError for a batch without labels."""
@@ -48,10 +50,6 @@ class SFTMethod(Method):
             )
         tokens = scored_sequences(batch)
         return tokens.new_tensor([len(tokens)])
-
-    def _losses(self, logps: Tensor) -> Tensor:
-        terms = self.objective(logps, torch.ones_like(logps))
-        return terms.values * terms.weights
 
     def score(self, batch: Batch, scoring: Scoring) -> TextScores:
         """The losses, and where predictions are needed the logits."""
@@ -70,9 +68,9 @@ class SFTMethod(Method):
         metrics = {} if tokens.entropy is None else {"entropy": tokens.entropy}
         if tokens.correct is not None:
             metrics["mean_token_accuracy"] = weighted(tokens.correct)
-        values = self._losses(tokens.logps)
-        terms = LossTerms(values, torch.ones_like(values), "token", metrics)
-        return Outcome([terms], scored.logits, scored.labels, tokens.aux_loss, local=tokens.total)
+        terms = self.objective(tokens.logps, torch.ones_like(tokens.logps))
+        parts = [terms._replace(metrics=metrics)]
+        return Outcome(parts, scored.logits, scored.labels, tokens.aux_loss, local=tokens.total)
 
 
 class LogitsMethod(SFTMethod):

@@ -136,9 +136,8 @@ class BaseTrainer(Trainer):
         rows = batch if self.layout is None else self.layout(batch)
         return rows if STEP_PART in rows or STEP_PART not in batch else {**rows, STEP_PART: batch[STEP_PART]}
 
-    def handed_out(self, batch: Inputs, drawn: Batch) -> Inputs:
-        """What `compute_loss` is given for a batch, which `take_batch` made from the collator's, the `drawn` one."""
-        return batch
+    handed_out: Callable[[Inputs, Batch], Inputs] | None = None
+    """What `compute_loss` is given for a batch, which `take_batch` made from the collator's; None: the batch."""
 
     def prepare_step(self, batches: list[Inputs]) -> None:
         """Put into the batches of a step what the method must know of the whole step, before the first."""
@@ -156,7 +155,8 @@ class BaseTrainer(Trainer):
             drawn[-1] = {**drawn[-1], STEP_PART: StepPart(fills_up=True)}
         batches = [self.take_batch(batch) for batch in drawn]
         counts = [self.method.count(batch).to(device) * (STEP_PART not in batch) for batch in batches]
-        batches = [self.handed_out(*pair) for pair in zip(batches, drawn, strict=True)]
+        if self.handed_out is not None:
+            batches = list(map(self.handed_out, batches, drawn))
         count = sum(counts, torch.zeros((), dtype=torch.int64, device=device))
         if self.accelerator.num_processes > 1:
             count = self.processes.once(self.accelerator.reduce(count, reduction="sum"))  # type: ignore[arg-type]
@@ -320,7 +320,8 @@ class BaseTrainer(Trainer):
         if is_extra:
             inputs = {**inputs, STEP_PART: replace(inputs.get(STEP_PART, ALONE), fills_up=True)}
         self.gather_function = evaluation.GatherRows(self.processes, fills_up=is_extra)
-        batch = loaders.on_device(self, self.handed_out(self.take_batch(inputs), inputs))
+        batch = self.take_batch(inputs)
+        batch = loaders.on_device(self, batch if self.handed_out is None else self.handed_out(batch, inputs))
         with torch.no_grad():
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None
