@@ -170,6 +170,13 @@ def test_the_largest_that_fit(run, alone, monkeypatch, memory, batch, tokens):
     assert (plan.largest_batch, plan.largest_length) == (batch, tokens)
 
 
+def test_rows_that_are_longer_than_the_context_are_said(run, caplog):
+    planning.planned(run, levers=False)
+    assert not caplog.text
+    planning.planned(run.changed(max_length=300), levers=False)
+    assert "rows of 300 tokens are longer than max_position_embeddings=256" in caplog.text
+
+
 def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
     kept = run.changed(gradient_checkpointing=False)
     several = replace(kept, sharding=sharding_of(None, 2, half=False))

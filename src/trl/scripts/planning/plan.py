@@ -1,5 +1,6 @@
 """The plan of a run: bytes of each device at the peak, what fits, and what each lever frees when it alone is pulled."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,6 +18,8 @@ from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.measure import FIRST_LAYER, FORWARD, GENERATION, HEAD, LAST_LAYER, phases_of
 from trl.scripts.planning.run import Lengths, Run, core_of, meta_model, saved_dtype
 from trl.scripts.planning.state import Sharding, optimizer_bytes, sharding_of, tensor_bytes
+
+logger = logging.getLogger(__name__)
 
 # DeepSpeed's defaults (0.19), in numbers: `reduce_bucket_size` and `stage3_max_live_parameters`.
 _BUCKET, _LIVE = 5e8, 1e9
@@ -157,6 +160,12 @@ def gathered_bytes(run: Run) -> dict[str, float]:
 def planned(run: Run, *, levers: bool) -> Plan:
     """The plan of a run, with the largest micro-batch and row that fit in its memory, each with all else as it is."""
     plan, context = plan_of(run), getattr(run.config, "max_position_embeddings", None) or 2**20
+    if run.lengths.row > context:
+        logger.warning(
+            "rows of %d tokens are longer than max_position_embeddings=%d of the model. Lower their length.",
+            run.lengths.row,
+            context,
+        )
     if run.memory is not None:
         batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, _MOST_ROWS)
         length = _largest(lambda tokens: run.changed(**of_length(run, tokens)), run.lengths.row, plan, context)
