@@ -15,7 +15,6 @@ from torch import Tensor
 
 from trl.data.rendering import Json
 from trl.data.validation import RENAME
-from trl.tensors.reduce import Weighted, weighted
 
 Text = str | Sequence[Json]  # or messages
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
@@ -198,12 +197,6 @@ def source_columns(result: RewardResult) -> dict[str, Tensor]:
     return {f"{_SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
 
 
-def source_table(columns: Mapping[str, Tensor], sources: Sequence[str]) -> list[Tensor]:
-    """The scores that `source_columns` wrote."""
-    return [columns[f"{_SCORE_OF}{number}"] for number in range(len(sources))]
-
-
-def source_means(columns: Mapping[str, Tensor], sources: Sequence[str]) -> dict[str, Weighted]:
-    """`rewards/<name>/mean` over the rows that a source scored."""
-    table = zip(sources, source_table(columns, sources), strict=True)
-    return {f"rewards/{name}/mean": weighted(column, ~column.isnan()) for name, column in table}
+def scores_by_source(columns: Mapping[str, Tensor], sources: Sequence[str]) -> dict[str, Tensor]:
+    """The scores that `source_columns` wrote, by the name of their source."""
+    return {name: columns[f"{_SCORE_OF}{number}"] for number, name in enumerate(sources)}

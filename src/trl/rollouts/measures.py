@@ -1,14 +1,14 @@
 """Metrics of completions in groups: lengths, rewards, and clipping."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
-from trl.rewards.result import score_std, source_means, source_table
+from trl.rewards.result import score_std, scores_by_source
 from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
 
@@ -72,10 +72,11 @@ def measured_groups(
 
     Means are over rows; minima, maxima and deviations are averaged over batches.
     """
-    metrics = {**measured_lengths(rows), **source_means(rows, sources)}
-    for name, column in zip(sources, source_table(rows, sources), strict=True):
+    metrics = measured_lengths(rows)
+    for name, column in scores_by_source(rows, sources).items():
+        metrics[f"rewards/{name}/mean"] = weighted(column, ~column.isnan())
         if not (std := score_std(column)).isnan():
-            metrics[f"rewards/{name}/std"] = _once(std)
+            metrics[f"rewards/{name}/std"] = weighted(std)
     return metrics | reward_statistics(rows[REWARD], group_size, scale=scale)
 
 
@@ -91,13 +92,9 @@ def measured_lengths(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
     for name, counts in (("", lengths), ("_terminated", lengths[stopped])):
         if len(counts):
             metrics[f"completions/mean{name}_length"] = weighted(counts)
-            metrics[f"completions/min{name}_length"] = _once(counts.min())
-            metrics[f"completions/max{name}_length"] = _once(counts.max())
+            metrics[f"completions/min{name}_length"] = weighted(counts.min())
+            metrics[f"completions/max{name}_length"] = weighted(counts.max())
     return metrics
-
-
-def _once(value: Any) -> Weighted:
-    return Weighted(torch.as_tensor(value, dtype=torch.float64), torch.ones(()))
 
 
 def split_extremes(metrics: Mapping[str, Weighted]) -> tuple[dict[str, Weighted], dict[str, Tensor]]:

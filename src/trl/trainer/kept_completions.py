@@ -15,7 +15,7 @@ from trl.reporting.run_checks import text_signs
 from trl.reporting.run_events import shortened
 from trl.reporting.tables import print_prompt_completions_sample
 from trl.reporting.trackers import send_traces
-from trl.rewards.result import source_table
+from trl.rewards.result import scores_by_source
 from trl.rollouts.experience import ADVANTAGE, OLD, PLACE, REWARD, SAMPLING_LOGPS, SCORES, TOOL_OUTPUT, Experience
 from trl.tensors.ragged import Ragged
 from trl.trainer.samples import send_table
@@ -104,8 +104,8 @@ class KeptCompletions:
         rows = newest.experience.take(torch.arange(min(bound, len(newest.texts))))
         count, texts = len(rows), newest.texts[:bound]
         columns: Columns = {"prompt": [prompt for prompt, _ in texts], "completion": [text for _, text in texts]}
-        for name, column in zip(newest.names, source_table(rows.per_row, newest.names), strict=True):
-            columns[name] = _known(column)  # None where a source has no score
+        for name, scores in scores_by_source(rows.per_row, newest.names).items():
+            columns[name] = _known(scores)  # None where a source has no score
         columns["advantage"] = _known(rows.per_row[ADVANTAGE]) if ADVANTAGE in rows.per_row else [None] * count
         columns["reward"] = _known(_rewards(rows))
         ids = [tokens[:KEPT_TOKENS].tolist() for tokens in rows.completions.split()]

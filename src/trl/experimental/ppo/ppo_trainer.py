@@ -31,7 +31,7 @@ from trl.models.switches import holding
 from trl.objectives.kl import k1
 from trl.reporting.metrics import Processes
 from trl.reporting.model_card import Paper
-from trl.rewards.result import source_means
+from trl.rewards.result import scores_by_source
 from trl.rewards.source import ProcessingClasses
 from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.measures import local_rows
@@ -177,7 +177,8 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The documented `objective/*`, the means of the reward sources, and the number of end tokens."""
         metrics = self.method.metrics(experience)
-        metrics |= source_means(experience.per_row, self.rollouts.rewards.names)
+        scores = scores_by_source(experience.per_row, self.rollouts.rewards.names).items()
+        metrics |= {f"rewards/{name}/mean": weighted(column, ~column.isnan()) for name, column in scores}
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
             ends = (experience.completions.values == eos).sum()

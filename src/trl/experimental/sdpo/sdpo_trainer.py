@@ -19,7 +19,7 @@ from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import group_moments
 from trl.reporting.model_card import Paper
-from trl.rewards.result import RewardInputs, Text, source_means
+from trl.rewards.result import RewardInputs, Text, scores_by_source
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SCORES, Experience
 from trl.rollouts.measures import measured_groups
 from trl.rollouts.teacher_prompts import extended, filled
@@ -109,7 +109,8 @@ class SDPOMethod(SelfDistillationMethod):
             "reprompt_sample_fraction": rows[REPROMPTED],
         }
         means = {name: weighted(column) for name, column in columns.items()}
-        means |= {name.removesuffix("/mean"): mean for name, mean in source_means(rows, sources).items()}
+        of_sources = scores_by_source(rows, sources).items()
+        means |= {f"rewards/{name}": weighted(column, ~column.isnan()) for name, column in of_sources}
         metrics = measured_groups(rows, sources, group_size, scale=self.reward_scale)
         return metrics | {PREFIX + name: mean for name, mean in means.items()}
 
