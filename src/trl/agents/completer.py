@@ -19,6 +19,7 @@ from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 
 from trl.agents.chains import Chain, experience_of
@@ -123,7 +124,8 @@ class AgentCompleter:
         experience = experience_of(rows, columns, keeps=keeps)
         experience = experience.with_more(**{BRANCHES: Ragged.of([_branches(chains) for chains in rows])})
         messages = [one.messages or [{"role": "assistant", "content": ""}] for one in played]
-        return Completed(experience, fields, messages=messages)
+        lost = torch.tensor([one.failure is not None for one in played])
+        return Completed(experience, fields, messages=messages, lost=lost)
 
     def close(self, *, ends: bool = True) -> None:
         """Close environments of failed episodes, or all where training `ends`; the others are free from now on."""

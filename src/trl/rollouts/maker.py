@@ -24,7 +24,6 @@ from trl.reporting.deadlines import Pending, start
 from trl.rewards.result import RewardInputs, RewardResult, joined, source_columns
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience, concatenate
-from trl.rollouts.measures import failed_sessions
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
 from trl.tensors.ragged import Ragged
 
@@ -58,13 +57,14 @@ class Completed(NamedTuple):
     """Completions of some rows, and what their maker adds to the rows for reward functions.
 
     `fields`: further columns; `messages`: each completion as messages, where it has several; `scored` is given the
-    rewards; `failure` is the first error of a session.
+    rewards; `lost` (bool `(B,)`): rows whose session failed, which are not scored; `failure`: its first error.
     """
 
     experience: Experience
     fields: Mapping[str, Sequence[Any]] = {}
     messages: Sequence[list[Json]] | None = None
     scored: Callable[[Sequence[float]], None] | None = None
+    lost: Tensor | None = None
     failure: str = ""
 
 
@@ -228,24 +228,26 @@ class RolloutMaker:
             completed.append(answer)
             inputs.append(self.inputs(answer, part))
             if size < len(streams):
-                score = partial(self._score_after, pending[-1:], answer.experience, inputs[-1])
+                score = partial(self._score_after, pending[-1:], inputs[-1], answer.lost)
                 pending.append(start(score, "rewards-of-a-part"))
-        lost = [failed_sessions(answer.experience) for answer in completed]
-        if training and lost[0] is not None:
-            self._check_sessions(completed, lost)
-        results = [part.future.result() for part in pending] or [self.rewards.score(inputs[0], lost=lost[0])]
+        if training and completed[0].lost is not None:
+            self._check_sessions(completed)
+        results = [part.future.result() for part in pending] or [self.rewards.score(inputs[0], lost=completed[0].lost)]
         scored = list[Experience]()
         for answer, result in zip(completed, results, strict=True):
             scored.append(answer.experience.with_rows(**source_columns(result)))
             if answer.scored is not None:
                 answer.scored(result.rewards.tolist())
-        every, rewards = joined(inputs), torch.cat([result.rewards for result in results])
+        experience, every, rewards = scored[0], inputs[0], results[0].rewards
+        if len(scored) > 1:
+            experience, every = concatenate(scored), joined(inputs)
+            rewards = torch.cat([result.rewards for result in results])
         self.texts = list(zip(every.prompts, every.completions, strict=True))
-        return self.apply_rewards(concatenate(scored), rewards, every, training=training)
+        return self.apply_rewards(experience, rewards, every, training=training)
 
-    def _check_sessions(self, completed: Sequence[Completed], failed: Sequence[Tensor | None]) -> None:
+    def _check_sessions(self, completed: Sequence[Completed]) -> None:
         """Raise RuntimeError if all sessions of agents failed, in all processes."""
-        are_failed = all(bool(rows.all()) for rows in failed if rows is not None)
+        are_failed = all(bool(one.lost.all()) for one in completed if one.lost is not None)
         processes = gather_object([(are_failed, [one.failure for one in completed])])
         if all(is_failed for is_failed, _ in processes):
             cause = next((text for _, texts in processes for text in texts if text), "logged before")
@@ -254,14 +256,11 @@ class RolloutMaker:
                 f"{cause.rstrip('.')}. Correct the agent, and resume the run."
             )
 
-    def _score_after(self, earlier: Sequence[Pending], experience: Experience, inputs: RewardInputs) -> RewardResult:
-        """The scores of a part, once the part before it has its own: sources are called in the same order each time.
-
-        Sessions that failed have none.
-        """
+    def _score_after(self, earlier: Sequence[Pending], inputs: RewardInputs, lost: Tensor | None) -> RewardResult:
+        """The scores of a part, once the part before it has its own: sources are called in the same order each time."""
         for part in earlier:
             part.future.result()
-        return self.rewards.score(inputs, lost=failed_sessions(experience))
+        return self.rewards.score(inputs, lost=lost)
 
     def complete(
         self,

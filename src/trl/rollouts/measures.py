@@ -50,12 +50,6 @@ def _rows_read(accelerator: Accelerator) -> int | None:
     return state.remainder if is_short else None
 
 
-def failed_sessions(experience: Experience) -> Tensor | None:
-    """Rows whose session of an agent failed: bool `(B,)`; None without agents."""
-    failed = [column for name, column in experience.per_row.items() if name.startswith(OUTCOME_OF)]
-    return torch.stack(failed).any(dim=0) if failed else None
-
-
 def sampled_lengths(experience: Experience) -> Tensor:
     """Tokens of each completion without those of tools: int64 `(B,)`."""
     lengths = experience.completions.lengths
