@@ -106,17 +106,6 @@ class Experience:
         """A column per token as rows."""
         return Ragged(self.per_token[name], self.completions.lengths)
 
-    def as_batch(self, *, prefix_sharing: bool) -> Json:
-        """A packed batch that scores the completion tokens, in the order of `per_token`.
-
-        With `prefix_sharing` neighbouring rows of one prompt share it, and so do their further parts whose prompts
-        begin with it. With teacher prompts there is a `teacher_batch`.
-        """
-        batch = self._batch(self.prompts, prefix_sharing)
-        if TEACHER_PROMPTS in self.more:
-            batch[TEACHER_BATCH] = self._batch(self.more[TEACHER_PROMPTS], prefix_sharing)
-        return batch
-
     def parts(self, prompts: Ragged | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Prompt and completion of each row, or of each of its parts."""
         several = zip((prompts or self.prompts).split(), self.completions.split(), strict=True)
@@ -132,7 +121,12 @@ class Experience:
                 begin, place = end, place + 2 + length
             yield prompt, completion[begin:]
 
-    def _batch(self, prompts: Ragged, prefix_sharing: bool) -> Json:
+    def as_batch(self, *, prefix_sharing: bool, prompts: Ragged | None = None) -> Json:
+        """A packed batch that scores the completion tokens after their `prompts`, in the order of `per_token`.
+
+        With `prefix_sharing` neighbouring rows of one prompt share it, and so do their further parts whose prompts
+        begin with it. After the prompts of the policy (None) there is also a `teacher_batch`, with those of a teacher.
+        """
         rows: list[tuple[Tensor, list[Tensor]]] = []
         unscored: list[int] = []
         for prompt, completion in self.parts(prompts):
@@ -145,7 +139,10 @@ class Experience:
                 rows.append((prompt, [completion]))
                 unscored.append(0)
         batch: Json = completion_batch(rows, prefix_sharing=prefix_sharing, unscored=unscored)
-        return {**batch, "rows": torch.arange(len(self))}
+        batch["rows"] = torch.arange(len(self))
+        if prompts is None and TEACHER_PROMPTS in self.more:
+            batch[TEACHER_BATCH] = self.as_batch(prefix_sharing=prefix_sharing, prompts=self.more[TEACHER_PROMPTS])
+        return batch
 
     def to(self, device: torch.device | str) -> "Experience":
         """The same on another device."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -35,8 +34,6 @@ from trl.trainer import group_setup
 from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, Processor
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import RolloutTraining
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -117,14 +114,9 @@ def online_parts(
     )  # fmt: skip
 
 
-def objects_of_group(group: SequenceGroup | None, value: Value) -> list[Value]:
-    """A value of every process that shares the tokens of batches with this one."""
-    return [value] if group is None else group.objects(value)
-
-
 def rows_of_group(group: SequenceGroup | None, experience: Experience) -> tuple[Experience, slice]:
-    """The rows of all these processes, with their places, and which tokens are those of this process."""
-    shares, rank = objects_of_group(group, experience), 0 if group is None else group.rank
+    """The rows of all processes that share tokens, with their places, and which tokens are those of this process."""
+    shares, rank = ([experience], 0) if group is None else (group.objects(experience), group.rank)
     rows = experience if group is None else concatenate(shares)
     first = sum(len(share.completions.values) for share in shares[:rank])
     tokens = slice(first, first + len(experience.completions.values))

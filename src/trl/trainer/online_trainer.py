@@ -51,7 +51,7 @@ from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
 from trl.trainer.kept_completions import KeptCompletions
 from trl.trainer.loaders import loader_of_places, on_device, order_seed
-from trl.trainer.online_parts import columns_to_score, objects_of_group, online_parts, rows_of_group, score_rows
+from trl.trainer.online_parts import columns_to_score, online_parts, rows_of_group, score_rows
 from trl.trainer.run_metrics import ends_window
 from trl.trainer.samples import show_sample
 
@@ -383,7 +383,8 @@ class OnlineTrainer(BaseTrainer):
         experience = experience.take(torch.arange(count or min(self.evaluation_group, len(inputs))))
         if count:
             self._sums["eval"].add(shared(self.method.token_metrics(experience), self.args.sp_size))
-        for rows, is_counted in objects_of_group(self.scorer.group, (experience, count > 0)):
+        group, local = self.scorer.group, (experience, count > 0)
+        for rows, is_counted in [local] if group is None else group.objects(local):
             batch = on_device(self, self.micro_batch(rows))
             outcome = self.outcome(model, batch)
             if is_counted:
