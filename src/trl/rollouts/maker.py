@@ -153,11 +153,6 @@ class RolloutMaker:
         self._run: str | None = None
 
     @property
-    def exact(self) -> bool:
-        """Whether log-probs of sampling are those of the plain policy in the engine's precision."""
-        return self.completer.exact and self.engine.exact and not self.sampling.alters_distribution
-
-    @property
     def step(self) -> int:
         """The optimiser step of the weights that generate."""
         assert self._state is not None

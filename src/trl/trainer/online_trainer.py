@@ -267,9 +267,11 @@ class OnlineTrainer(BaseTrainer):
         They are not in lower precision, with truncated distributions, and for models whose rotary angles depend on the
         length (the cache holds keys of shorter rows).
         """
+        maker = self.rollouts
+        is_sampled = maker.completer.exact and maker.engine.exact and not maker.sampling.alters_distribution
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
         plain = self.accelerator.mixed_precision == "no" and not self.scorer.stretched_rotaries
-        return self.rollouts.exact and wide and plain
+        return is_sampled and wide and plain
 
     # ---- the steps of a rollout batch
 

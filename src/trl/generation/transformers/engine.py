@@ -283,18 +283,14 @@ def generating(model: nn.Module, accelerator: Accelerator | None, *, gather_zero
             inner = stack.enter_context(unwrap_model_for_generation(model, accelerator, gather_zero3))
         if sharded := fsdp2_modules(inner):
             stack.enter_context(_whole(sharded))
-        yield without_heads(inner)
-
-
-def without_heads(model: nn.Module) -> nn.Module:
-    """The language model inside a value-head wrapper."""
-    inner = getattr(model, "pretrained_model", None)
-    return inner if isinstance(inner, nn.Module) else model
+        yield without_wrappers(inner)
 
 
 def without_wrappers(model: nn.Module) -> nn.Module:
     """The transformers model or `PeftModel` inside training wrappers and a value head."""
-    return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))  # type: ignore[arg-type]
+    model = extract_model_from_parallel(model, keep_torch_compile=False)  # type: ignore[assignment]
+    inner = getattr(model, "pretrained_model", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 @contextmanager

@@ -154,10 +154,10 @@ class Requests:
         self.limits |= dict(zip(added, limits, strict=True))
         if rules not in self._rules:
             self._rules.append(rules)
-        rows = self._tensor(added)
+        rows = self.counts.new_tensor(added)
         self.counts[rows], self.stopped[rows] = 0, False
         self.keys[rows] = rng_stream_keys(sampling.seed, streams).to(self.device)
-        self._limits[rows], self._minima[rows] = self._tensor(limits), self._tensor(minima)
+        self._limits[rows], self._minima[rows] = self.counts.new_tensor(limits), self.counts.new_tensor(minima)
         self._rule_of[rows] = self._rules.index(rules)
         self._has_minima = self._has_minima or (max(minima) > 0 and len(rules.ends) > 0)
         return added
@@ -189,9 +189,6 @@ class Requests:
         assert not self.prompt_of
         self._rules.clear()
         self._has_minima = False
-
-    def _tensor(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
 
     def queue(self, requests: Iterable[int] | None = None) -> deque[int]:
         """Requests (by default all): long prompts first, copies of a prompt together."""
@@ -251,7 +248,7 @@ class Requests:
             for request in requests[counts == 0].tolist():
                 begin = self.begin or self.prompts[self.prompt_of[request]]
                 self._seen[request] = False
-                self._seen[request, self._tensor(begin)] = True
+                self._seen[request, self.counts.new_tensor(begin)] = True
             penalise_(logits, self._seen[requests, : logits.shape[1]], rules.sampling.repetition_penalty)
         if self._has_minima:
             early = (counts < self._minima[requests]).nonzero()[:, 0]
@@ -260,7 +257,7 @@ class Requests:
     def results(self, requests: Sequence[int] | None = None) -> list[Generated]:
         """The completions of requests (by default all), in their order."""
         assert self.logps is not None
-        rows = self._tensor(list(self.prompt_of) if requests is None else requests)
+        rows = self.counts.new_tensor(list(self.prompt_of) if requests is None else requests)
         ids, logps = self.ids[rows].tolist(), self.logps[rows].cpu()
         kept = None if self.kept is None else self.kept[rows].cpu()
         parts = (self.counts[rows], self.stopped[rows], self._rule_of[rows])
