@@ -101,7 +101,7 @@ def test_setting_a_field_that_is_read_in_every_step():
     assert_same_gradient(step(trainer)[0], step(dpo_runs.make(beta=0.3))[0])
     group, _ = grpo_runs.make("grpo")
     group.epsilon_low = 0.05
-    assert group.method.settings.epsilon == group.args.epsilon == 0.05
+    assert group.epsilon_low == group.args.epsilon == 0.05
 
 
 @pytest.mark.parametrize(("attribute", "value"), [("max_length", 5), ("ref_model", None)])

@@ -264,7 +264,7 @@ class LegacyGroups(Legacy):
 
     chat_template = View("_tokenizer.chat_template")
     eos_token_id = View("_tokenizer.eos_token_id")
-    epsilon_high = View("method.settings.high")
+    epsilon_high = View(lambda trainer: trainer.args.group_options().high)
     generation_config = View(lambda trainer: GenerationConfig(**generation_settings(trainer)))
     generation_kwargs = View(generation_settings)
     num_generations_eval = View("evaluation_group")

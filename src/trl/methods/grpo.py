@@ -48,7 +48,7 @@ class GRPOMethod(GroupMethod):
     @property
     def has_sequence_weights(self) -> bool:
         """Whether the loss type weighs each token by the ratio of its sequence (VESPO)."""
-        return LOSS_TYPES[self.settings.loss_type].ratios is not None
+        return LOSS_TYPES[self.args.loss_type].ratios is not None
 
     def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
         return rows[SCORES], estimated(self.estimator, rows[SCORES], group_size)
@@ -99,15 +99,15 @@ class GRPOMethod(GroupMethod):
 
     def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
         tokens = self.tokens(experience, step)
-        return [group_policy_loss(scored.logps, tokens, self.settings, entropies=scored.entropies)]
+        return [group_policy_loss(scored.logps, tokens, self.args, entropies=scored.entropies)]
 
     def wants(self, batch: Batch, step: Step) -> ScoreOptions:
-        losses = token_losses(self.tokens(batch[ROLLOUT], step), self.settings)
+        losses = token_losses(self.tokens(batch[ROLLOUT], step), self.args)
         return replace(super().wants(batch, step), loss_of=losses)
 
     def divisor(self, experience: Experience) -> Tensor:
         return divisor_share(
-            self.settings.loss_type, experience.per_token[TRAINED], len(experience),
+            self.args.loss_type, experience.per_token[TRAINED], len(experience),
             rollout_tokens=experience.per_row[MEAN_LENGTH][0], longest=self.args.max_completion_length or 0,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
-from trl.objectives.group_policy import EXTREMES, GroupOptions, GroupTokens
+from trl.objectives.group_policy import EXTREMES, GroupTokens
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import (
     CHOSEN,
@@ -131,11 +131,6 @@ class GroupMethod(OnlineMethod):
 
     def __init__(self, args: Any) -> None:
         self.args = args
-
-    @property
-    def settings(self) -> GroupOptions:
-        """The settings of the loss, as the config has them now."""
-        return self.args.group_options()
 
     def apply_rewards(
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool

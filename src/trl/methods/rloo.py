@@ -66,7 +66,7 @@ class RLOOMethod(GroupMethod):
 
     def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
         tokens = self.tokens(experience, step)
-        return [sequence_policy_loss(scored.logps, tokens, self.settings, entropies=scored.entropies)]
+        return [sequence_policy_loss(scored.logps, tokens, self.args.group_options(), entropies=scored.entropies)]
 
     def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
         """With the share of completions whose group was given equal rewards, which differ by the KL penalty alone."""

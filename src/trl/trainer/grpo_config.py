@@ -237,7 +237,7 @@ class GRPOConfig(GroupOptions, GroupTraining):
         elif self.loss_type == "vespo":
             unread |= corrections
         warn_unread(self, unread, f"with loss_type={self.loss_type!r} and beta={self.beta}. Leave it out")
-        bound = self.group_options().high
+        bound = self.high
         if self.loss_type == "cispo" and bound < 1:
             warn_caller(
                 f"loss_type='cispo' takes epsilon_high={bound} as the largest weight of a token, expected more than 1: "

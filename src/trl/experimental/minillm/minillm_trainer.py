@@ -61,7 +61,7 @@ class MiniLLMMethod(GRPOMethod):
         divides by.
         """
         share = self.divisor(experience)
-        if LOSS_TYPES[self.settings.loss_type].over == "tokens":
+        if LOSS_TYPES[self.args.loss_type].over == "tokens":
             return self.args.teacher_kl_coef * torch.ones_like(share)
         return self.args.teacher_kl_coef * (share / (len(experience) * experience.per_row[MEAN_LENGTH][0]))
 

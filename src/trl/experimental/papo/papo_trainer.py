@@ -43,7 +43,7 @@ class PAPOMethod(GRPOMethod):
         shown, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
         perception = perception_loss(
             shown.logps, masked.logps, self.tokens(experience, step), self.perception,
-            loss_type=self.settings.loss_type, entropies=shown.entropies, masked_entropies=masked.entropies,
+            loss_type=self.args.loss_type, entropies=shown.entropies, masked_entropies=masked.entropies,
         )  # fmt: skip
         return [*super().objective(experience, shown, step), perception]
 
