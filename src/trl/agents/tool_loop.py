@@ -4,9 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from accelerate.utils import gather_object
-from torch import Tensor
 
 from trl.agents.chains import Chain, experience_of
 from trl.agents.journal import Played
@@ -18,10 +16,7 @@ from trl.data.rendering import Fields, ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
 from trl.rollouts.experience import STOPPED
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
-from trl.tensors.reduce import Weighted, weighted
-
-CALLS, LIMITED = "tool_calls", "tool_limited"
-FAILED_OF = "tool_failed_"
+from trl.rollouts.measures import CALLS, FAILED_OF, LIMITED
 
 _TURN = 1 << 56  # between the random streams of a row's turns; other streams are far below
 
@@ -143,16 +138,3 @@ def tool_counts(played: Sequence[Played]) -> dict[str, list[int]]:
     """The columns per row of tool calls: their number, whether the limit of turns ended it, failures by kind."""
     failed = {FAILED_OF + kind: [one.failures.get(kind, 0) for one in played] for kind in FAILURES}
     return {CALLS: [one.calls for one in played], LIMITED: [one.limited for one in played], **failed}
-
-
-def tool_metrics(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
-    """Metrics of the calls in rows of all processes."""
-    if CALLS not in rows:
-        return {}
-    calls = rows[CALLS]
-    metrics = {"tools/call_frequency": weighted(calls), "tools/limit_ratio": weighted(rows[LIMITED])}
-    if calls.sum():
-        failed = {kind: rows[FAILED_OF + kind].sum() for kind in FAILURES}
-        metrics["tools/failure_frequency"] = Weighted(torch.stack(list(failed.values())).sum(), calls.sum())
-        metrics |= {f"tools/failures/{kind}": Weighted(count, calls.sum()) for kind, count in failed.items()}
-    return metrics

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trl.agents.tool_loop import tool_metrics
 from trl.methods.method import Batch, Scoring, Step
 from trl.methods.online import GroupMethod, OnlineMethod
 from trl.models.packed.layout import ROLLOUT
 from trl.objectives.distillation import Divergence, TeacherLoss
 from trl.rollouts.experience import SCORES, TRAINED, Experience
-from trl.rollouts.measures import measured_lengths
+from trl.rollouts.measures import measured_lengths, session_metrics
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.vocabulary_loss import Losses, VocabularyLoss
 
@@ -85,4 +84,4 @@ class DistillationMethod(GroupMethod):
         return [LossTerms(scored.values, trained.to(scored.values.dtype), "token", metrics)]
 
     def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
-        return {**measured_lengths(rows), **tool_metrics(rows)}
+        return measured_lengths(rows) | session_metrics(rows)

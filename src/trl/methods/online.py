@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from trl.agents.tool_loop import tool_metrics
 from trl.methods.method import Batch, Method, Outcome, Scoring, Step
 from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
@@ -28,7 +27,7 @@ from trl.rollouts.experience import (
     TRAINED,
     Experience,
 )
-from trl.rollouts.measures import agent_metrics, measured_groups
+from trl.rollouts.measures import measured_groups, session_metrics
 from trl.rollouts.token_counts import token_advantages
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 
@@ -184,8 +183,7 @@ class GroupMethod(OnlineMethod):
 
     def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
         """The documented metrics of rows of all processes."""
-        metrics = measured_groups(rows, sources, group_size, scale=self.reward_scale)
-        return {**metrics, **tool_metrics(rows), **agent_metrics(rows)}
+        return measured_groups(rows, sources, group_size, scale=self.reward_scale) | session_metrics(rows)
 
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """Metrics of the tokens of this process's rows."""

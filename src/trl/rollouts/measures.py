@@ -19,6 +19,8 @@ else.
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 # Columns per row of sessions of agents:
 TURNS, CHAINS, CUT, OUTCOME_OF = "agent_turns", "agent_chains", "agent_cut", "agent_failed_"
+# Of tool calls:
+CALLS, LIMITED, FAILED_OF = "tool_calls", "tool_limited", "tool_failed_"
 
 
 def of_all_processes(
@@ -97,15 +99,23 @@ def split_extremes(metrics: Mapping[str, Weighted]) -> tuple[dict[str, Weighted]
     return {name: value for name, value in metrics.items() if name not in extremes}, extremes
 
 
-def agent_metrics(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
-    """Metrics of sessions in rows of all processes.
+def session_metrics(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
+    """Metrics of tool calls and of agents' sessions in rows of all processes.
 
-    `agent/turns` and `agent/branches` per session, `agent/cut_ratio`: share of sessions that a budget ended,
+    `tools/call_frequency` and `tools/limit_ratio` per completion, `tools/failure_frequency` and `tools/failures/<kind>`
+    per call. `agent/turns` and `agent/branches` per session, `agent/cut_ratio`: share of sessions that a budget ended,
     `agent/failures/<kind>`: shares that failed, `agent/<name>/mean` of the numbers beside agents' rewards.
     """
+    metrics: dict[str, Weighted] = {}
+    if CALLS in rows:
+        metrics |= {"tools/call_frequency": weighted(rows[CALLS]), "tools/limit_ratio": weighted(rows[LIMITED])}
+        if calls := rows[CALLS].sum():
+            failed = {name.removeprefix(FAILED_OF): n.sum() for name, n in rows.items() if name.startswith(FAILED_OF)}
+            metrics["tools/failure_frequency"] = Weighted(torch.stack(list(failed.values())).sum(), calls)
+            metrics |= {f"tools/failures/{kind}": Weighted(count, calls) for kind, count in failed.items()}
     if TURNS not in rows:
-        return {}
-    metrics = {"agent/turns": weighted(rows[TURNS]), "agent/branches": weighted(rows[CHAINS].clamp(min=1) - 1)}
+        return metrics
+    metrics |= {"agent/turns": weighted(rows[TURNS]), "agent/branches": weighted(rows[CHAINS].clamp(min=1) - 1)}
     metrics["agent/cut_ratio"] = weighted(rows[CUT])
     metrics |= {f"agent/failures/{kind}": weighted(rows[OUTCOME_OF + kind]) for kind in OUTCOMES}
     for name, values in rows.items():
