@@ -27,7 +27,7 @@ from trl.generation.transformers.engine import TransformersEngine, context_lengt
 from trl.generation.transformers.requests import stop_tokens
 from trl.generation.vllm.backend import check_vllm
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
-from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_served, served_of
+from trl.generation.vllm.server_engine import Served, VLLMServerEngine, served_of
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference, make_reference
@@ -152,15 +152,6 @@ def check_engine(args: RolloutTraining) -> Served | None:
         return served_of(args)
     check_vllm()
     return None
-
-
-def with_served_window(policy: Policy, args: RolloutTraining, served: Served) -> Policy:
-    """The policy with the context length of the server that generates for it.
-
-    Raises: ValueError where that server does not fit the policy.
-    """
-    check_served(served, args, policy)
-    return policy._replace(context_length=served.context_length)
 
 
 def engine_of(

@@ -14,7 +14,7 @@ from trl.data.formats import has_images
 from trl.data.prompts import PromptSets
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
-from trl.generation.vllm.server_engine import Served, VLLMServerEngine
+from trl.generation.vllm.server_engine import Served, VLLMServerEngine, served_policy
 from trl.methods.method import Batch, Scoring
 from trl.methods.online import GroupMethod, OnlineMethod
 from trl.models.packed.sequence_group import SequenceGroup
@@ -78,7 +78,7 @@ def online_parts(
     sizes = replace(args.rollout_sizes(), group=args.num_generations)
     policy = set_up_policy(model, args, processing_class, peft_config, shares_tokens=shares_tokens)
     if served is not None:
-        policy = group_setup.with_served_window(policy, args, served)
+        policy = served_policy(policy, args, served)
     check_decoder_only(causal_core(policy.model))
     sampling = group_setup.sampling_of(args, policy)
     excluded = {"tools": tools, "rollout_func": rollout_func, "completer": completer}

@@ -18,6 +18,7 @@ from trl.experimental.gold.gold_method import ON_POLICY, GOLDMethod, SameTokensM
 from trl.experimental.gold.methods import print_prompt_completions_sample_uld
 from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import without_wrappers
+from trl.generation.vllm.server_engine import served_policy
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.models.parts import causal_core
@@ -29,7 +30,7 @@ from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
 from trl.reporting.model_card import Paper
 from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction, Optimizers, Processor
 from trl.trainer.gkd_trainer import AnyTeacher, GKDSets, GKDTrainer, MicroBatch, Writer, completed, gkd_sets, prompts_of
-from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
+from trl.trainer.group_setup import check_engine, engine_of, sampling_of
 from trl.trainer.loaders import order_seed
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -166,7 +167,7 @@ class GOLDTrainer(GKDTrainer):
         policy = Policy(self.model, self.processing_class, self._tokenizer, self.scorer)  # type: ignore[arg-type]
         served = check_engine(args)
         if served is not None:
-            policy = with_served_window(policy, args, served)
+            policy = served_policy(policy, args, served)
         engine = engine_of(args, self.model, policy, self.accelerator, served=served)
         return super().student_writer()._replace(engine=engine, batch=self._on_policy)
 

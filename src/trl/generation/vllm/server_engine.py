@@ -55,8 +55,11 @@ def served_of(args: Any) -> Served:
     return by_main(connect)._replace(client=client)
 
 
-def check_served(served: Served, args: Any, policy: Policy) -> None:
-    """Raise ValueError if the server has another vocabulary than the policy, or too small a context length."""
+def served_policy(policy: Policy, args: Any, served: Served) -> Policy:
+    """The policy with the context length of the server that generates for it.
+
+    Raises: ValueError if the server has another vocabulary than the policy, or too small a context length.
+    """
     core = causal_core(policy.model)
     vocabulary = core.config.get_text_config().vocab_size
     where = f"the vLLM server at {served.address} serves {served.model}"
@@ -75,6 +78,7 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     dtype = str(MIXED.get(mixed) or core.dtype).removeprefix("torch.")
     if served.dtype != dtype:
         logger.warning("%s in %s: log-probs differ by rounding. Start it with --dtype %s.", where, served.dtype, dtype)
+    return policy._replace(context_length=served.context_length)
 
 
 class VLLMServerEngine(PolicyCopy):
