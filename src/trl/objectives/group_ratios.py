@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from trl.objectives.kl import LARGEST_LOG_RATIO, check_shapes, probability_ratio
+from trl.objectives.kl import LARGEST_LOG_RATIO, check_shapes
 from trl.tensors.reduce import where_counted
 from trl.tensors.sequences import sum_by_sequence
 from trl.tensors.statistics import cap_exp
@@ -47,14 +47,10 @@ class GroupTokens:
         columns = {name: getattr(self, name) for name in ("mask", *_BESIDE_MASK)}
         return replace(self, **{name: value if value is None else value[tokens] for name, value in columns.items()})
 
-    def old(self, logps: Tensor) -> Tensor:
-        """The old policy's log-probs of tokens that score `logps`, as constants."""
-        return (logps if self.old_logps is None else self.old_logps).detach().to(logps.dtype)
-
 
 def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
     """`p / p_old` of each token with gradient, 1 outside of the mask (Schulman et al. 2017, arXiv:1707.06347)."""
-    return probability_ratio(logps, tokens.old(logps), tokens.mask)
+    return cap_exp(log_ratios(logps, tokens), LARGEST_LOG_RATIO)
 
 
 def sequence_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
@@ -87,8 +83,9 @@ RATIOS: dict[str, Callable[[Tensor, GroupTokens], Tensor]] = {
 
 
 def log_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
-    """`log p - log p_old` of trained tokens, 0 elsewhere."""
-    return where_counted(logps - tokens.old(logps), tokens.mask)
+    """`log p - log p_old` of trained tokens, 0 elsewhere; the old log-probs are constants."""
+    old_logps = logps if tokens.old_logps is None else tokens.old_logps
+    return where_counted(logps - old_logps.detach().to(logps.dtype), tokens.mask)
 
 
 def mean_log_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
