@@ -127,10 +127,8 @@ def has_readable_weight(module: nn.Module | None) -> bool:
     return not any(name in module.lora_variant or module.lora_bias[name] for name in _active(module))
 
 
-def readable_weight(module: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a linear layer, with active LoRA adapters added to a copy; None for other layers."""
-    if not has_readable_weight(module):
-        return None
+def readable_weight(module: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a layer that `has_readable_weight`, with active LoRA adapters added to a copy."""
     if not hasattr(module, "get_base_layer"):
         return module.weight, module.bias
     base, adapters = module.get_base_layer(), _active(module)
@@ -150,7 +148,7 @@ class Projection:
     """Linear layers with readable weights and the same input, as one product; `dtype` is that of autocast."""
 
     def __init__(self, *modules: nn.Module, dtype: torch.dtype | None = None) -> None:
-        parts: Any = [readable_weight(module) for module in modules]
+        parts = [readable_weight(module) for module in modules]
         weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
         bias = None
         if any(term is not None for _, term in parts):

@@ -86,9 +86,8 @@ class Piece(NamedTuple):
         With `shape_of`, what that makes of each module and its tensors of the same shape instead.
         """
         if self.is_adapted and shape_of is None and not _has_saved_copy(self.module):
-            pair = readable_weight(self.module)
-            assert pair is not None  # check_sendable
-            tensors = {name: x for name, x in zip(("weight", "bias"), pair, strict=True) if x is not None}
+            pair = zip(("weight", "bias"), readable_weight(self.module), strict=True)  # after `check_sendable`
+            tensors = {name: x for name, x in pair if x is not None}
         else:
             source = self._without_adapters()
             inner = source.named_modules(remove_duplicate=False) if self.is_adapted else [("", source)]
