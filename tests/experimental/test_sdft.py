@@ -19,6 +19,7 @@ from tests.trainer.resume_worker import ending
 from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.objectives.distillation import divergence, top_k_divergence
+from trl.rollouts.experience import TEACHER_PROMPTS
 
 TEXTS = ["What colour is the sky?", "How many apples are left?", "Look up.", "Next."]
 ROWS = [{"prompt": text, "privileged_context": f"It is {number}."} for number, text in enumerate(TEXTS)]
@@ -61,7 +62,7 @@ def logits(model: Any, prompts: Any, completions: Any) -> list[Tensor]:
 def row_losses(model: Any, trainer: Any, loss: Any) -> list[Tensor]:
     """The losses of the tokens of each completion, with the initial weights on both sides."""
     rows = trainer._rollout_batch
-    own, theirs = (logits(model, prompts, rows.completions) for prompts in (rows.prompts, rows.teacher_prompts))
+    own, theirs = (logits(model, prompts, rows.completions) for prompts in (rows.prompts, rows.more[TEACHER_PROMPTS]))
     return [loss(*pair) for pair in zip(own, theirs, strict=True)]
 
 
@@ -95,7 +96,7 @@ def test_the_sampled_token_estimates_the_reverse_kl() -> None:
     model, rows = initial(), trainer._rollout_batch
     losses = []
     for prompt, shown, completion in zip(
-        rows.prompts.split(), rows.teacher_prompts.split(), rows.completions.split(), strict=True
+        rows.prompts.split(), rows.more[TEACHER_PROMPTS].split(), rows.completions.split(), strict=True
     ):
         logps = [
             model(input_ids=torch.cat([start, completion])[None]).logits[0, len(start) - 1 : -1].log_softmax(-1)
@@ -115,7 +116,7 @@ def test_the_teacher_is_shown_prompt_and_context() -> None:
     rows = trainer.make_rollout_batch(0)
     texts = {row["prompt"]: f"{row['privileged_context']} {row['prompt']} {row['privileged_context']}" for row in ROWS}
     decode = tiny_tokenizer("chatml").decode
-    for own, shown in zip(rows.prompts.split(), rows.teacher_prompts.split(), strict=True):
+    for own, shown in zip(rows.prompts.split(), rows.more[TEACHER_PROMPTS].split(), strict=True):
         assert decode(shown) == texts[decode(own)]
     batch = rows.as_batch(prefix_sharing=True)
     assert torch.equal(batch[TEACHER_BATCH]["scored_target"], batch["scored_target"])
@@ -132,7 +133,7 @@ def test_the_last_message_of_a_conversation_has_the_context(role: str, content: 
     ]
     trainer, _ = make(rows=chats)
     rows = trainer.make_rollout_batch(0)
-    shown = tiny_tokenizer("chatml").decode(rows.teacher_prompts.row(0))
+    shown = tiny_tokenizer("chatml").decode(rows.more[TEACHER_PROMPTS].row(0))
     assert shown.count("Seven.") == 1 and shown.index("Seven.") < shown.rindex("assistant")
 
 

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 from trl.experimental.sdpo.sdpo_trainer import REPROMPTED, SHOWN_FEEDBACK, SOLVED, teacher_prompt
 from trl.objectives.distillation import divergence
-from trl.rollouts.experience import SCORES
+from trl.rollouts.experience import SCORES, TEACHER_PROMPTS
 
 TEXTS = ["What colour is the sky?", "How many apples are left?", "Look up.", "Next."]
 ROWS = [
@@ -58,7 +58,7 @@ def test_the_teacher_is_shown_the_first_success_of_the_others() -> None:
         [row.tolist() for row in rows.completions.split()], skip_special_tokens=True
     )
     kinds = set()
-    for row, (shown, prompt) in enumerate(zip(rows.teacher_prompts.split(), rows.prompts.split(), strict=True)):
+    for row, (shown, prompt) in enumerate(zip(rows.more[TEACHER_PROMPTS].split(), rows.prompts.split(), strict=True)):
         group = range(row - row % 4, row - row % 4 + 4)
         solved = [n for n in group if rows.per_row[SCORES][n] >= 1 and n != row]
         expected = decode(prompt) + (f"|<{answers[solved[0]].strip()}>" if solved else "")
@@ -75,7 +75,7 @@ def test_feedback_is_shown_where_there_is_some() -> None:
     )  # fmt: skip
     rows, decode = trainer.make_rollout_batch(0), tiny_tokenizer("chatml").decode
     notes = {row["prompt"]: row["privileged_context"].strip() for row in ROWS}
-    for row, (shown, prompt) in enumerate(zip(rows.teacher_prompts.split(), rows.prompts.split(), strict=True)):
+    for row, (shown, prompt) in enumerate(zip(rows.more[TEACHER_PROMPTS].split(), rows.prompts.split(), strict=True)):
         note = notes[decode(prompt)]
         assert decode(shown) == (f" ({note})" if note else "") + decode(prompt)
         assert bool(rows.per_row[SHOWN_FEEDBACK][row]) == bool(rows.per_row[REPROMPTED][row]) == bool(note)
@@ -98,10 +98,10 @@ def test_long_prompts_of_the_teacher_lose_their_beginning() -> None:
     trainer, _ = make(max_reprompt_len=9, use_successful_as_teacher=True)
     rows = trainer.make_rollout_batch(0)
     longest = trainer._sets.context_length
-    assert rows.teacher_prompts.lengths.max() == 9
+    assert rows.more[TEACHER_PROMPTS].lengths.max() == 9
     whole, _ = make(solution_template="{successful_previous_attempt}" + " apples" * longest)
     rows = whole.make_rollout_batch(0)
-    lengths = rows.teacher_prompts.lengths + rows.completions.lengths
+    lengths = rows.more[TEACHER_PROMPTS].lengths + rows.completions.lengths
     assert lengths.max() == longest and whole.train().training_loss > 0
 
 

@@ -86,11 +86,6 @@ class Experience:
         """With further rows of token ids."""
         return replace(self, more={**self.more, **rows})
 
-    @property
-    def teacher_prompts(self) -> Ragged:
-        """The prompts that a teacher is shown."""
-        return self.more[TEACHER_PROMPTS]
-
     def take(self, indices: Tensor) -> "Experience":
         """Some rows, in the order of `indices`."""
         positions = self.completions.positions(indices)
