@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trl.checkpoints.wholeness import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `act` returns on each process, on all of them, which must all call it; so is the first error."""
-    try:
-        outcomes: list[T | Exception] = [act()]
-    except Exception as error:
-        outcomes = [error]
-    if dist.is_initialized():
-        mine, outcomes = outcomes[0], cast(list[T | Exception], [None] * dist.get_world_size(group))
-        dist.all_gather_object(outcomes, mine, group=group)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return cast(list[T], outcomes)
 
 
 class Background:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,18 +33,24 @@ def date_of_run(args: TrainingArguments) -> str:
     return begun[0]
 
 
+def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `act` returns on each process, on all of them, which must all call it; so is the first error."""
+    try:
+        outcomes: list[T | Exception] = [act()]
+    except Exception as error:
+        outcomes = [error]
+    if dist.is_initialized():
+        mine, outcomes = outcomes[0], cast(list[T | Exception], [None] * dist.get_world_size(group))
+        dist.all_gather_object(outcomes, mine, group=group)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return cast(list[T], outcomes)
+
+
 def on_main(accelerator: Accelerator | PartialState, make: Callable[[], T]) -> T:
     """What `make` returns on the main process, on all processes, which must all call it; so are its errors."""
-    outcome: list[T | Exception | None] = [None]
-    if accelerator.is_main_process:
-        try:
-            outcome = [make()]
-        except (ValueError, OSError) as error:
-            outcome = [error]
-    broadcast_object_list(outcome)
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return cast(T, outcome[0])
+    return cast(T, together(make if accelerator.is_main_process else lambda: None)[0])
 
 
 class SavesState(TrainerCallback, ABC):

@@ -14,11 +14,11 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from trl.checkpoints.background import Background, together
+from trl.checkpoints.background import Background
 from trl.checkpoints.identity import Facts, compare, of_other_runs
 from trl.checkpoints.mirror import Mirror, Uploads
 from trl.checkpoints.ownership import clear, owned, run_folder_name
-from trl.checkpoints.progress import on_main
+from trl.checkpoints.progress import on_main, together
 from trl.checkpoints.spread import Spread
 from trl.checkpoints.wholeness import (
     CheckpointError,
