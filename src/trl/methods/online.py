@@ -31,8 +31,6 @@ from trl.rollouts.measures import measured_groups, session_metrics
 from trl.rollouts.token_counts import token_advantages
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 
-EQUAL_REWARDS = "frac_given_reward_zero_std"
-
 
 class OnlineMethod(Method):
     """Base of the methods. `repeats_metrics`: log the measures of a rollout batch with each of its optimiser steps."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from trl.methods.method import Step
-from trl.methods.online import EQUAL_REWARDS, GroupMethod
+from trl.methods.online import GroupMethod
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import estimated, normalized, reward_statistics
 from trl.objectives.group_policy import sequence_policy_loss
@@ -20,7 +20,7 @@ from trl.tensors.sequences import sum_by_sequence
 if TYPE_CHECKING:
     from trl.trainer.rloo_config import RLOOConfig
 
-KL = "kl"
+KL, EQUAL_REWARDS = "kl", "frac_given_reward_zero_std"
 
 
 class RLOOMethod(GroupMethod):

@@ -22,7 +22,7 @@ from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.methods.method import Scoring
-from trl.methods.online import EQUAL_REWARDS, GroupMethod
+from trl.methods.online import GroupMethod
 from trl.models.packed.layout import ROLLOUT, Inputs
 from trl.models.peft import AdapterConfig
 from trl.models.reference import Reference
@@ -214,10 +214,7 @@ class OnlineTrainer(BaseTrainer):
         """The metrics of a rollout batch, or of completions of an evaluation, of which these rows are a `share`."""
         metrics = shared(self.method.token_metrics(experience), self.args.sp_size)  # as often as those of micro-batches
         rows = of_all_processes(experience, self.accelerator)
-        metrics |= shared(self.method.metrics(rows, self.rollouts.rewards.names, self.sizes.group), share)
-        if self._token_counts is not None and EQUAL_REWARDS in metrics and metrics[EQUAL_REWARDS].mean == 1:
-            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)  # type: ignore[attr-defined]
-        return metrics
+        return metrics | shared(self.method.metrics(rows, self.rollouts.rewards.names, self.sizes.group), share)
 
     # ---- a rollout batch
 
@@ -315,8 +312,9 @@ class OnlineTrainer(BaseTrainer):
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """The `_learned` rows of the rollout batch for each micro-batch of one of its optimiser steps."""
         sizes = replace(sizes or self.sizes, processes=self.args.data_processes)
-        place = {"batch": self._batch_number, "process": self.args.data_index}
-        return step_rows(step, sizes, seed=order_seed(self.args), **place)
+        return step_rows(
+            step, sizes, batch=self._batch_number, process=self.args.data_index, seed=order_seed(self.args)
+        )
 
     def micro_batch(self, experience: Experience) -> Inputs:
         """The input of `compute_loss`: a batch of some rows, and the rows."""

@@ -8,11 +8,13 @@ from trl._lazy import attach
 from trl.agents.completer import Agent
 from trl.legacy.interface import LegacyGroups
 from trl.legacy.rloo import of_any_level
-from trl.methods.rloo import RLOOMethod
+from trl.methods.rloo import EQUAL_REWARDS, RLOOMethod
 from trl.models.peft import AdapterConfig
 from trl.reporting.model_card import Paper
 from trl.rewards.source import ProcessingClasses
+from trl.rollouts.experience import Experience
 from trl.rollouts.maker import Completer
+from trl.tensors.reduce import Weighted
 from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, Optimizers, Processor
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.online_trainer import OnlineTrainer
@@ -72,3 +74,10 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
             self.rows_at_once = self.args.local_rollout_forward_batch_size
         if eval_dataset is not None and self.args.num_sample_generations:
             self.add_callback(ShowSamples(self))
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """Warns, once, of completions that only differ by the KL penalty."""
+        metrics = super().rollout_metrics(experience, share=share)
+        if self._token_counts is not None and EQUAL_REWARDS in metrics and metrics[EQUAL_REWARDS].mean == 1:
+            self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)
+        return metrics
