@@ -42,6 +42,7 @@ def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> li
     if dist.is_initialized():
         mine, outcomes = outcomes[0], cast(list[T | Exception], [None] * dist.get_world_size(group))
         dist.all_gather_object(outcomes, mine, group=group)
+        outcomes[dist.get_rank(group)] = mine  # an error with its traceback
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
