@@ -312,9 +312,8 @@ class OnlineTrainer(BaseTrainer):
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """The `_learned` rows of the rollout batch for each micro-batch of one of its optimiser steps."""
         sizes = replace(sizes or self.sizes, processes=self.args.data_processes)
-        return step_rows(
-            step, sizes, batch=self._batch_number, process=self.args.data_index, seed=order_seed(self.args)
-        )
+        seed = self.rollouts.prompts.seed
+        return step_rows(step, sizes, batch=self._batch_number, process=self.args.data_index, seed=seed)
 
     def micro_batch(self, experience: Experience) -> Inputs:
         """The input of `compute_loss`: a batch of some rows, and the rows."""
@@ -423,7 +422,7 @@ class OnlineTrainer(BaseTrainer):
         if (journal := getattr(self.rollouts.completer, "journal", None)) is not None:
             journal.prune(self.state.global_step - step, run=self.runs.name)
         if self._rollout_batch is not None and step:
-            facts = self.sizes.facts(self.state.global_step, seed=order_seed(self.args))
+            facts = self.sizes.facts(self.state.global_step, seed=self.rollouts.prompts.seed)
             save_rollout_batch(folder, self._rollout_batch, rank=self.args.process_index, facts=facts)
 
     def _load_best_model(self) -> None:
@@ -437,7 +436,7 @@ class OnlineTrainer(BaseTrainer):
         self._batch_number, step = divmod(self.state.global_step, self.sizes.steps)
         if step:
             place = {"rank": self.args.process_index, "processes": self.args.world_size}
-            facts = self.sizes.facts(self.state.global_step, seed=order_seed(self.args))
+            facts = self.sizes.facts(self.state.global_step, seed=self.rollouts.prompts.seed)
             if not self.runs.starts_anew("progress"):
                 self._rollout_batch = load_rollout_batch(folder, facts=facts, **place)
             if self._rollout_batch is None:
