@@ -6,7 +6,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
 
@@ -97,12 +96,11 @@ class TransformersEngine:
             )
             if not rows:
                 return []
-            ends = end_tokens(sampling.stop_token_ids, core)
-            if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
+            rules = self._rules(sampling, core)
+            if not len(rules.ends) and not sampling.stop_strings and sampling.stop_token_ids is None:
                 self._warn("The model has no end token: completions have their maximum length. Set eos_token_id.")
             requests = Requests(context_length=length, device=core.device, begin=begin, listener=listener)
-            rules = self._rules(sampling, core, ends)
-            requests.add(rows, names, replace(sampling, seed=seed), rules, limits=limits)
+            requests.add(rows, names, sampling, rules, seed=seed, limits=limits)
             with nullcontext() if dtype is None else torch.autocast(core.device.type, dtype=dtype):
                 self._run(model, core, requests, dtype, more_inputs)
         return requests.results()
@@ -138,7 +136,7 @@ class TransformersEngine:
             live = LiveRequests(
                 requests, loop, vocabulary=vocabulary,
                 rows_for=lambda: self.max_batch or default_rows(requests, memory=memory, **sizes),
-                rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
+                rules_of=lambda sampling: self._rules(sampling, core),
                 running=running,
             )  # fmt: skip
             try:
@@ -217,11 +215,11 @@ class TransformersEngine:
             rows = self.max_batch or default_rows(requests, vocabulary=vocabulary, **decoder.bytes_of_row())
             RolloutLoop(decoder, cache, requests, max_rows=rows).run()
 
-    def _rules(self, sampling: Sampling, core: PreTrainedModel, ends: Sequence[int]) -> Rules:
+    def _rules(self, sampling: Sampling, core: PreTrainedModel) -> Rules:
+        ends, texts = end_tokens(sampling.stop_token_ids, core), sampling.stop_strings
         processors = Processors(core, sampling, ends) if sampling.processors else None
-        texts = sampling.stop_strings
         strings = StopStrings(texts, self.tokenizer) if texts else None
-        tokens = torch.tensor(list(ends), dtype=torch.int64, device=core.device)
+        tokens = torch.tensor(ends, dtype=torch.int64, device=core.device)
         return Rules(sampling, tokens, strings, processors)
 
     def _route(self, model: nn.Module, core: PreTrainedModel, dtype: torch.dtype | None) -> Route:

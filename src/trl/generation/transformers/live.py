@@ -112,7 +112,9 @@ class LiveRequests:
         for (rules, sampling, unlimited), several in alike.items():
             settings = [(request.prompt, request.stream, request.limit) for _, request in several]
             prompts, streams, limits = zip(*settings, strict=True)
-            rows = self.requests.add(prompts, streams, sampling, rules, limits=None if unlimited else limits)
+            assert sampling.seed is not None  # `submit`
+            limits = None if unlimited else limits
+            rows = self.requests.add(prompts, streams, sampling, rules, seed=sampling.seed, limits=limits)
             self._running |= dict(zip(rows, several, strict=True))
             self.loop.queue += self.requests.queue(rows)
         if self.loop.queue:

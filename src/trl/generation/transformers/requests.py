@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,17 +18,9 @@ from trl.generation.transformers.steps import fitted
 from trl.models.parts import causal_core
 
 _WORD = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15
+_FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15], dtype=np.uint64)
+_FIRST, _SECOND, _INCREMENT = _FACTORS.view(np.int64).tolist()  # torch's words have a sign
 _MARGIN = 4  # more tokens than the longest stop string needs: decoded first, a token may lose its space
-
-
-def _signed(word: int) -> int:
-    """A 64-bit word as torch's int64 holds it."""
-    word &= _WORD
-    return word - (1 << 64) if word >> 63 else word
-
-
-_FIRST, _SECOND, _INCREMENT = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB), _signed(_STEP)
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
@@ -44,8 +37,9 @@ def _mixed(words: Tensor) -> Tensor:
 
 def rng_stream_keys(seed: int, streams: Sequence[int]) -> Tensor:
     """The key of each random stream, int64 `(N,)`; streams of different seeds are independent."""
-    start = _mixed(torch.tensor([_signed(seed * _STEP + _STEP)]))
-    names = torch.tensor([_signed(stream) for stream in streams], dtype=torch.int64)
+    numbers = np.array([number & _WORD for number in (seed, *streams)], dtype=np.uint64)
+    start, names = torch.from_numpy(numbers.view(np.int64)).split([1, len(streams)])
+    start = _mixed((start + 1) * _INCREMENT)
     return _mixed(_mixed(start + names * _INCREMENT) ^ start)
 
 
@@ -136,13 +130,12 @@ class Requests:
 
     def add(
         self, prompts: Sequence[tuple[int, ...]], streams: Sequence[int], sampling: Sampling, rules: Rules, *,
-        limits: Sequence[int] | None = None,
+        seed: int, limits: Sequence[int] | None = None,
     ) -> list[int]:  # fmt: skip
-        """Add requests, and return their numbers; `limits` are further maxima of new tokens.
+        """Add requests, and return their numbers; `streams` are of the `seed`, `limits` further maxima of new tokens.
 
         Equal prompts of one call have one number. Raises: ValueError for a prompt that leaves no room for a completion.
         """
-        assert sampling.seed is not None
         starts = [len(prompt if self.begin is None else self.begin) for prompt in prompts]
         limits = completion_limits(starts, sampling, self.context_length, limits)
         minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
@@ -156,7 +149,7 @@ class Requests:
             self._rules.append(rules)
         rows = self.counts.new_tensor(added)
         self.counts[rows], self.stopped[rows] = 0, False
-        self.keys[rows] = rng_stream_keys(sampling.seed, streams).to(self.device)
+        self.keys[rows] = rng_stream_keys(seed, streams).to(self.device)
         self._limits[rows], self._minima[rows] = self.counts.new_tensor(limits), self.counts.new_tensor(minima)
         self._rule_of[rows] = self._rules.index(rules)
         self._has_minima = self._has_minima or (max(minima) > 0 and len(rules.ends) > 0)
