@@ -47,11 +47,6 @@ class Prompts:
             return list(range(number * self.per_batch, (number + 1) * self.per_batch))
         return rollout_rows(number, self.per_batch, dataset=len(self.rows), seed=self.seed, shuffle=self.shuffle)
 
-    @property
-    def reward_columns(self) -> list[str]:
-        """The columns that reward functions are given."""
-        return [name for name in self.rows.column_names if name not in (PROMPT_IDS, "prompt", IMAGE_KEY)]
-
 
 class Completed(NamedTuple):
     """Completions of some rows, and what their maker adds to the rows for reward functions.
@@ -147,6 +142,8 @@ class RolloutMaker:
         self.rewards, self.apply_rewards = rewards, apply_rewards
         self.tokenizer, self.accelerator = tokenizer, accelerator
         self.completer, self.refill, self.parts = completer or TextCompleter(), refill, parts
+        # The columns that reward functions are given:
+        self._columns = [name for name in prompts.rows.column_names if name not in (PROMPT_IDS, "prompt", IMAGE_KEY)]
         self.texts: list[tuple[Any, Any]] = []
         self._model: nn.Module
         self._state: TrainerState | None = None
@@ -200,7 +197,7 @@ class RolloutMaker:
             return
         added = [*getattr(self.completer, "reward_names", ()), *adds]
         for rows in datasets:
-            self.rewards.check_columns([*(n for n in self.prompts.reward_columns if n in rows.column_names), *added])
+            self.rewards.check_columns([*(name for name in self._columns if name in rows.column_names), *added])
 
     def close(self) -> None:
         """Close the environments of the completer, if it has some."""
@@ -300,10 +297,9 @@ class RolloutMaker:
             completions = [[{"role": "assistant", "content": answer}] for answer in answers]
         if completed.messages is not None:
             completions = [with_begun(*pair) for pair in zip(rows["prompt"], completed.messages, strict=True)]
-        known = [*self.prompts.reward_columns, *completed.fields]
+        columns = {name: list(rows[name]) for name in (*self._columns, *completed.fields) if name in rows}
         return RewardInputs(
-            list(prompts), list(completions), completion_ids, prompt_ids,
-            columns={name: list(rows[name]) for name in known if name in rows}, trainer_state=self._state,
+            list(prompts), list(completions), completion_ids, prompt_ids, columns=columns, trainer_state=self._state
         )  # fmt: skip
 
 

@@ -218,18 +218,20 @@ def pass_order(number: int, dataset: int, *, seed: int, shuffle: bool = True) ->
     return _passes(dataset, seed).order(number) if shuffle else list(range(dataset))
 
 
+@dataclass
 class _Passes:
     """Successive draws of `torch.randperm` from one generator; for an earlier pass than the last they begin again."""
 
-    def __init__(self, dataset: int, seed: int) -> None:
-        self._dataset, self._seed, self._drawn = dataset, seed, 0
+    dataset: int
+    seed: int
+    drawn: int = 0
 
     def order(self, number: int) -> list[int]:
-        if self._drawn == 0 or number < self._drawn - 1:
-            self._drawn, self._generator = 0, torch.Generator().manual_seed(self._seed)
-        while self._drawn <= number:
-            self._order = torch.randperm(self._dataset, generator=self._generator).tolist()
-            self._drawn += 1
+        if self.drawn == 0 or number < self.drawn - 1:
+            self.drawn, self._generator = 0, torch.Generator().manual_seed(self.seed)
+        while self.drawn <= number:
+            self._order = torch.randperm(self.dataset, generator=self._generator).tolist()
+            self.drawn += 1
         return self._order
 
 
