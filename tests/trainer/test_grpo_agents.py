@@ -569,8 +569,8 @@ def test_a_session_belongs_to_the_weights_of_each_process(tmp_path):
     model, journal, keys = torch.nn.Linear(2, 2), Journal(tmp_path, rank=0), []
     for value in (1.0, 1.0, 2.0):
         model.weight.data, model.weight.ds_tensor = torch.empty(0), torch.full((2,), value)
-        journal.begin(0, model, run="a")
-        keys.append(journal.key(0, {}))
+        with journal.writing(0, model, run="a"):
+            keys.append(journal.key(0, {}))
     assert keys[0] == keys[1] != keys[2]
 
 

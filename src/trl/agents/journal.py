@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -102,22 +102,21 @@ class Journal:
         self._file: Path | None = None
         self._step, self._policy = 0, ""
 
-    def begin(self, step: int, model: nn.Module, *, run: str | None) -> None:
-        """Before the sessions of a rollout batch of a run: read those that have ended. All processes must call it."""
-        if self.folder is None:
-            return
-        trained = (_local(parameter) for parameter in model.parameters() if parameter.requires_grad)
-        sums = [[parameter.sum(dtype=torch.float64).item() for parameter in trained]]
-        self._step = step
-        self._policy = digest([run, step, gather_object(sums) if is_sharded(model) else sums])
-        name = f"{step:08d}-{run}"
-        records = _records(self.folder, f"{name}-*.jsonl")
-        held = {record["key"]: record for record in records if "row" in record}
-        # A batch of failures ends the run. It is run again, because their cause may be gone.
-        self._held = held if any(record["failure"] is None for record in held.values()) else {}
-        self._file = self.folder / f"{name}-{self.rank}.jsonl"
-
-    def end(self) -> None:
+    @contextmanager
+    def writing(self, step: int, model: nn.Module, *, run: str | None) -> Iterator[None]:
+        """Around a rollout batch of a run: reads sessions that have ended, and takes others. All processes enter it."""
+        if self.folder is not None:
+            trained = (_local(parameter) for parameter in model.parameters() if parameter.requires_grad)
+            sums = [[parameter.sum(dtype=torch.float64).item() for parameter in trained]]
+            self._step = step
+            self._policy = digest([run, step, gather_object(sums) if is_sharded(model) else sums])
+            name = f"{step:08d}-{run}"
+            records = _records(self.folder, f"{name}-*.jsonl")
+            held = {record["key"]: record for record in records if "row" in record}
+            # A batch of failures ends the run. It is run again, because their cause may be gone.
+            self._held = held if any(record["failure"] is None for record in held.values()) else {}
+            self._file = self.folder / f"{name}-{self.rank}.jsonl"
+        yield
         self._held, self._file = {}, None
 
     def key(self, stream: int, row: Fields, *settings: object) -> str:

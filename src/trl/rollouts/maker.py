@@ -145,9 +145,7 @@ class RolloutMaker:
         # The columns that reward functions are given:
         self._columns = [name for name in prompts.rows.column_names if name not in (PROMPT_IDS, "prompt", IMAGE_KEY)]
         self.texts: list[tuple[Any, Any]] = []
-        self._model: nn.Module
         self._state: TrainerState | None = None
-        self._run: str | None = None
 
     @property
     def step(self) -> int:
@@ -155,13 +153,10 @@ class RolloutMaker:
         assert self._state is not None
         return self._state.global_step
 
-    def follow(self, model: nn.Module | None, state: TrainerState, *, run: str | None = None) -> None:
-        """Generate with the present weights of `model` from now on.
-
-        `state` is the trainer's, for reward functions; a journal of sessions knows the `run` by its name.
-        """
+    def follow(self, model: nn.Module | None, state: TrainerState) -> None:
+        """Generate with the present weights of `model` from now on; `state` is the trainer's, for reward functions."""
         assert model is not None
-        self._model, self._state, self._run = model, state, run
+        self._state = state
         self.engine.sync_weights(model, state.global_step)
 
     def forget_weights(self) -> None:
@@ -171,18 +166,11 @@ class RolloutMaker:
 
     def make(self, number: int) -> Experience:
         """This process's completions of rollout batch `number`, with their rewards."""
-        journal = getattr(self.completer, "journal", None)
-        if journal is not None:
-            journal.begin(self.step, self._model, run=self._run)
         local_count, first = self.sizes.own_rows, self.accelerator.process_index * self.sizes.own_rows
         rows = [prompt for prompt in self.prompts.of_batch(number) for _ in range(self.sizes.group)]
         streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + local_count)
         experience = self.roll_out(self.prompts.rows[rows[first : first + local_count]], streams=streams)
-        if self.refill is not None:
-            experience = self.refill(self, experience, number)
-        if journal is not None:
-            journal.end()
-        return experience
+        return experience if self.refill is None else self.refill(self, experience, number)
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Experience:
         """Completions of some `NumberedRows`, scored: the same ones in every evaluation, but not those of training."""

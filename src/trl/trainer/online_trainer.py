@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -124,12 +125,10 @@ class OnlineTrainer(BaseTrainer):
             eval_dataset=parts.eval_dataset, processing_class=policy.processing_class, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
-        is_masked = args.mask_truncated_completions
         self._token_counts = TokenCounts(
-            self.accelerator,
-            lambda count: self.run_metrics.count_tokens(count * args.sp_size),
-            masks_truncated=is_masked,
-        )
+            self.accelerator, lambda count: self.run_metrics.count_tokens(count * args.sp_size),
+            masks_truncated=args.mask_truncated_completions,
+        )  # fmt: skip
         engine, completer = self.rollout_engine(parts.engine(args, self.model, self.accelerator)), parts.completer
         if rollout_func is not None:
             limits = {"context_length": parts.sets.context_length, "vocabulary": parts.sets.settings.vocabulary}
@@ -183,8 +182,7 @@ class OnlineTrainer(BaseTrainer):
         rows = of_all_processes(experience, self.accelerator, is_evaluation=is_evaluation)
         rewards, advantages = self.method.rewards_and_advantages(rows, group_size or self.sizes.group)
         count = len(experience)
-        first = self.args.process_index * count
-        local = torch.arange(first, first + count).clamp(max=len(rewards) - 1)
+        local = (self.args.process_index * count + torch.arange(count)).clamp(max=len(rewards) - 1)
         length = self.method.mean_length(rows).expand(count).clone()
         columns = {REWARD: rewards[local], ADVANTAGE: advantages[local], MEAN_LENGTH: length}
         experience = self.method.with_teacher(experience.with_rows(**columns))
@@ -223,8 +221,10 @@ class OnlineTrainer(BaseTrainer):
 
         Its metrics are recorded, and its tokens counted once, however often they are learned from.
         """
-        self.rollouts.follow(self.model_wrapped, self.state, run=self.runs.name)
-        rows = self.rollouts.make(number)
+        self.rollouts.follow(self.model_wrapped, self.state)
+        step, journal = self.state.global_step, getattr(self.rollouts.completer, "journal", None)
+        with nullcontext() if journal is None else journal.writing(step, self.model_wrapped, run=self.runs.name):
+            rows = self.rollouts.make(number)
         if number == 0:
             self._sample = rows.prompts.split()[0].tolist(), rows.completions.split()[0].tolist()
         experience, refill = self.advantages(self.scored(rows, learning=True)), self.rollouts.refill
