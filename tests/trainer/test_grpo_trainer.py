@@ -1,6 +1,7 @@
 """GRPOTrainer: groups of completions, what they are judged by, what is trained, logged, evaluated and resumed."""
 
 import os
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -137,9 +138,13 @@ def test_old_log_probs_of_processed_distributions_are_the_policys_own(kwargs):
 def test_weights_of_whole_sequences_are_taken_to_the_sampler_itself():
     """VESPO: no capped factor beside the kernel; the log still says how far the sampler is."""
     trainer, _ = run(loss_type="vespo", num_iterations=2, top_k=20, max_steps=2)
-    found = window(trainer, 1).per_token
+    rows = window(trainer, 1)
+    found = rows.per_token
     assert "correction" not in found
     assert torch.equal(found[OLD], found[SAMPLING_LOGPS] + found["sampling_kept"])
+    for is_first in (True, False):
+        step = replace(trainer.scoring().step, is_first=is_first)
+        assert torch.equal(trainer.method.old_logps(rows, step), found[OLD])
     entries = logs(trainer)
     assert entries[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-8)
     assert entries[0]["vespo/phi_seq_mean"] == pytest.approx(1, abs=1e-6)

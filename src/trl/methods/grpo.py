@@ -18,6 +18,7 @@ from trl.objectives.sampler_correction import correction, correction_extremes, c
 from trl.rollouts.experience import (
     ADVANTAGE,
     CORRECTION,
+    FIRST_OLD,
     MEAN_LENGTH,
     OLD,
     SAMPLING_KEPT,
@@ -44,11 +45,6 @@ class GRPOMethod(GroupMethod):
         super().__init__(args)
         self.reward_scale, self.estimator = args.reward_scale, args.estimator
         self.needs_teacher = self.scores_teacher = args.teacher_kl_coef != 0
-
-    @property
-    def has_sequence_weights(self) -> bool:
-        """Whether the loss type weighs each token by the ratio of its sequence (VESPO)."""
-        return LOSS_TYPES[self.args.loss_type].ratios is not None
 
     def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
         return rows[SCORES], estimated(self.estimator, rows[SCORES], group_size)
@@ -88,14 +84,10 @@ class GRPOMethod(GroupMethod):
         mode: Any = self.args.vllm_importance_sampling_mode
         cap = self.args.vllm_importance_sampling_cap
         mismatch = correction(old, sampling, mask, row, len(experience), mode=mode, cap=cap)
-        columns = {OLD: sampling} if self.has_sequence_weights else {CORRECTION: mismatch.factors}
+        has_sequence_weights = LOSS_TYPES[self.args.loss_type].ratios is not None  # VESPO
+        columns = {OLD: sampling, FIRST_OLD: sampling} if has_sequence_weights else {CORRECTION: mismatch.factors}
         measured = correction_metrics(mismatch, mask), correction_extremes(mismatch, mask)
         return Corrected(experience.with_tokens(**columns), *measured)
-
-    def old_logps(self, experience: Experience, step: Step) -> Tensor | None:
-        if not step.is_exact and self._corrects(experience) and self.has_sequence_weights:
-            return experience.per_token[OLD]  # the sampler's
-        return super().old_logps(experience, step)
 
     def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
         tokens = self.tokens(experience, step)

@@ -102,9 +102,9 @@ class Step:
 
     `plan`: what `Method.plan` made for the batch; None for a batch by itself. `counts` `(len(units),)`: the step's
     number of each kind of unit; None for a batch by itself. `statistics`: costly ones will be logged. `outputs`:
-    predictions are needed. `is_first`: the policy has not been updated since the rollout. `is_exact`: the log-probs of
-    sampling are those of the scoring forward. `objective`: a program's own terms of a rollout, in place of the
-    method's. `keep_entropies`: is handed the rows of a rollout and the entropies of their tokens.
+    predictions are needed. `is_first`: the policy has not been updated since the rollout. `objective`: a program's own
+    terms of a rollout, in place of the method's. `keep_entropies`: is handed the rows of a rollout and the entropies of
+    their tokens.
     """
 
     training: bool
@@ -114,7 +114,6 @@ class Step:
     statistics: bool = False
     outputs: bool = False
     is_first: bool = False
-    is_exact: bool = False
     objective: Callable[[Any, Scored], Sequence[LossTerms]] | None = None
     keep_entropies: Callable[..., None] | None = None
 

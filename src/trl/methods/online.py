@@ -18,6 +18,7 @@ from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import (
     CHOSEN,
     CORRECTION,
+    FIRST_OLD,
     LENGTH,
     OLD,
     REF,
@@ -93,8 +94,7 @@ class OnlineMethod(Method):
         """Those of the objective, and the extremes of what it measures; predictions are the log-probs."""
         rows = batch[ROLLOUT]
         terms = self.objective(rows, scored, step) if step.objective is None else step.objective(rows, scored)
-        means = {name: value.mean for part in terms for name, value in part.metrics.items()}
-        extremes = {name: means[source] for name, source in EXTREMES.items() if source in means}
+        extremes = {name: part.metrics[n].mean for part in terms for name, n in EXTREMES.items() if n in part.metrics}
         local = scored.total if torch.is_grad_enabled() else None  # evaluations report the terms
         predictions, labels = None, None
         if isinstance(scored, Scored):
@@ -201,7 +201,7 @@ class GroupMethod(OnlineMethod):
         """The denominator of ratios, `(K,)`; None for the policy that is being scored, in the first step on a rollout
         batch: there dropout and the rounding of another layout are no change of the policy.
         """
-        return None if step.is_first else experience.per_token.get(OLD)
+        return experience.per_token.get(FIRST_OLD if step.is_first else OLD)
 
     def divisor(self, experience: Experience) -> Tensor:
         return torch.tensor(len(experience))

@@ -22,6 +22,7 @@ SAMPLING_KEPT = "sampling_kept"  # log of the probability mass that truncated sa
 TOOL_OUTPUT = "tool_output"  # bool: written by a tool
 TRAINED = "trained"  # bool
 OLD = "old_logps"  # of the policy at the start of the rollout batch
+FIRST_OLD = "first_old_logps"  # what ratios are to in the first optimiser step on it; absent: the policy that is scored
 REF = "ref_logps"  # of the reference
 TEACHER = "teacher_logps"  # of the teacher, at its own temperature
 STUDENT = "student_logps"  # of the policy at the teacher's temperature, where that is not the sampling's

@@ -205,7 +205,7 @@ class OnlineTrainer(BaseTrainer):
         objective = None if getattr(self.objective, "__func__", None) is OnlineTrainer.objective else self.objective
         is_first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
         of_step |= {"objective": objective, "is_first": is_first, "keep_entropies": self._completions.keep_entropies}
-        scoring = super().scoring(model, batch, **of_step, is_exact=self.sampler_is_exact)
+        scoring = super().scoring(model, batch, **of_step)
         return replace(scoring, temperature=self.method.temperature or self.rollouts.sampling.temperature)
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
