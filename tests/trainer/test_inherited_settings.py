@@ -76,6 +76,10 @@ def test_persistent_workers_read_the_set_that_they_are_given(method):
     assert found == [*expected, expected[0]]
     assert trainer.evaluate({"b": other})["eval_b_loss"] == expected[1]
     assert len(trainer._eval_dataloaders) == 1  # that of the trainer's own set, whose workers wait
+    (loader,) = trainer._eval_dataloaders.values()
+    (worker,) = loader.base_dataloader._iterator._workers
+    del trainer, loader
+    assert worker.exitcode == 0  # at once: the garbage collector would wait for it for 5 s
 
 
 @every_trainer

@@ -368,7 +368,7 @@ class BaseTrainer(Trainer):
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """A loader of whole rounds, also for a user's `get_*_dataloader`; evaluations read all rows, in order."""
         make = partial(super()._get_dataloader, is_training=is_training)
-        return loaders.rounds_loader(lambda rows: make(rows, *args, **kwargs), dataset, self.args, training=is_training)
+        return loaders.rounds_loader(lambda rows: make(rows, *args, **kwargs), dataset, self, training=is_training)
 
     # ---- checkpoints
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import finalize
 
 import torch
 from accelerate import Accelerator
@@ -178,16 +179,26 @@ def order_seed(args: TrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def rounds_loader(
-    make: Callable[..., DataLoader], dataset: Any, args: TrainingDefaults, *, training: bool
-) -> DataLoader:
-    """The loader of whole rounds that `make` builds of a data set; evaluations read all rows, in order."""
+def rounds_loader(make: Callable[..., DataLoader], dataset: Any, trainer: Trainer, *, training: bool) -> DataLoader:
+    """The loader of whole rounds that `make` builds of a data set; evaluations read all rows, in order.
+
+    Persistent workers end with the trainer.
+    """
+    args: Any = trainer.args
     if not training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
         dataset = StreamRounds(dataset, args.eval_batch_size, process=args.data_index, processes=args.data_processes)
     drops = training and args.dataloader_drop_last
     order = args.train_sampling_strategy if training else "random"
     with holding(args, "dataloader_drop_last", drops), holding(args, "train_sampling_strategy", order):
-        return in_rounds(make(dataset), args)
+        loader = in_rounds(make(dataset), args)
+    if args.dataloader_persistent_workers:
+        finalize(trainer, _end_workers, loader).atexit = False  # torch has its own way then
+    return loader
+
+
+def _end_workers(loader: Any) -> None:
+    """The garbage collector would end the queues first, and wait 5 s for each worker."""
+    getattr(loader, "base_dataloader", loader)._iterator = None
 
 
 def training_loader(
