@@ -322,8 +322,9 @@ def run_commands(block: str, folder: Path) -> None:
             words += ["--layers", "1", "--width", "128"]
         if words[0] == "torchrun":
             run_in_two(folder, ["trl", words[words.index("-m") + 1].split(".")[-1], *words[words.index("-m") + 2 :]])
-        elif line.endswith(IN_TWO):
-            run_in_two(folder, words[: -len(IN_TWO.split())])
+        elif IN_TWO in line:
+            place = words.index("--accelerate_config")
+            run_in_two(folder, words[:place] + words[place + len(IN_TWO.split()) :])
         elif words[0] == "echo" and words[2:4] == ["|", "trl"]:
             run_forked(words[3:], typed=words[1] + "\n")
         elif words[0] in ("trl", "python") and not re.search("[|&;<>$*\n]", line):

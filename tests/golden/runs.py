@@ -3,6 +3,8 @@
 Online methods complete nothing: a `rollout_func` gives the recorded completions.
 """
 
+import copy
+import functools
 import json
 import math
 import os
@@ -73,10 +75,22 @@ class Assets:
 
     def model(self, kind: str, name: str) -> Any:
         """A float32 model; its folder as text where `kind` is "path"."""
-        if kind == "path":
-            return str(ASSETS / name)
-        task = {"causal": "CausalLM", "seqcls": "SequenceClassification", "tokcls": "TokenClassification"}[kind]
-        return getattr(transformers, f"AutoModelFor{task}").from_pretrained(ASSETS / name).float()
+        return str(ASSETS / name) if kind == "path" else copy.deepcopy(loaded(kind, name))
+
+
+@functools.cache
+def loaded(kind: str, name: str) -> Any:
+    task = {"causal": "CausalLM", "seqcls": "SequenceClassification", "tokcls": "TokenClassification"}[kind]
+    return getattr(transformers, f"AutoModelFor{task}").from_pretrained(ASSETS / name).float()
+
+
+@functools.cache
+def first_logps(name: str, prompt: tuple[int, ...], completion: tuple[int, ...]) -> Tensor:
+    """A completion's log-probs under a recorded model."""
+    with torch.no_grad():
+        logits = loaded("causal", name)(input_ids=torch.tensor([[*prompt, *completion]])).logits
+    logps = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logps.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def ids_mod(prompts, completions, completion_ids, **columns) -> list[float]:
@@ -140,7 +154,7 @@ def recorded_rollouts(assets: Assets, tokenizer: Any, case: Case) -> Rollout:
     The log-probs are those of the first policy with a small wave added, as a sampler that differs a little reports them.
     """
     numbers = {tuple(prompt_ids(tokenizer, row["prompt"])): n for n, row in enumerate(assets.rows(case["dataset"]))}
-    script, policy = assets.scripts(case["script"]), assets.model("causal", case["model"][1]).eval()
+    script = assets.scripts(case["script"])
     seen = dict.fromkeys(numbers.values(), 0)
 
     def rollout(prompt: str | list[dict[str, Any]]) -> tuple[list[int], list[int], list[float]]:
@@ -153,9 +167,7 @@ def recorded_rollouts(assets: Assets, tokenizer: Any, case: Case) -> Rollout:
         place = seen[row]
         seen[row] += 1
         completion = script[row][place % len(script[row])]
-        with torch.no_grad():
-            logits = policy(input_ids=torch.tensor([[*ids, *completion]])).logits[0, len(ids) - 1 : -1]
-        logps = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+        logps = first_logps(case["model"][1], tuple(ids), tuple(completion)).tolist()
         wave = [0.25 * math.sin(1.7 * token + row + 3 * (place % len(script[row]))) for token in range(len(logps))]
         return ids, completion, [round(logp + shift, 6) for logp, shift in zip(logps, wave, strict=True)]
 
