@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -80,7 +80,8 @@ class OnlineTrainer(BaseTrainer):
     sizes: RolloutSizes
     reference: Reference | None = None
     images: PromptImages | None = None
-    shares_prefix: bool = False
+    batch_of: Callable[[Experience], Inputs]
+    """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
     shares_tokens: ClassVar[bool] = True
     reads_rounds = False  # rows that accelerate repeats are taken out by their number
     evaluation_group: int = 1  # completions of each evaluation prompt
@@ -115,10 +116,11 @@ class OnlineTrainer(BaseTrainer):
         )  # fmt: skip
         policy, self._sets = parts.policy, parts.sets
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
-        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self.method, self.sizes, self.rows_at_once = parts.method, parts.sizes, args.device_rows
         self.evaluation_group = args.num_generations_eval or self.sizes.group
         self.images = getattr(parts.sets, "images", None)
+        without_images = partial(Experience.as_batch, prefix_sharing=shares_prefix(policy.scorer, args.prefix_sharing))
+        self.batch_of = without_images if self.images is None else self.images.batch
         self.reference, self.teacher = parts.reference, parts.teacher
         super().__init__(
             model=policy.model, args=args, data_collator=list, train_dataset=parts.train_dataset,
@@ -318,12 +320,6 @@ class OnlineTrainer(BaseTrainer):
     def micro_batch(self, experience: Experience) -> Inputs:
         """The input of `compute_loss`: a batch of some rows, and the rows."""
         return {**self.batch_of(experience), ROLLOUT: experience}
-
-    def batch_of(self, experience: Experience) -> Inputs:
-        """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
-        if self.images is not None:
-            return self.images.batch(experience)
-        return experience.as_batch(prefix_sharing=self.shares_prefix)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; with a training loss also token counts, and completions, which `log_completions` shows."""

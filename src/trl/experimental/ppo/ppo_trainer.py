@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,7 +112,7 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         self.sizes = check_sizes(args)
         parts = value_and_policy(model, value_model, args, processing_class, peft_config)
         self.scorer, self._tokenizer = parts.scorer, parts.policy.tokenizer
-        self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
+        self.batch_of = partial(Experience.as_batch, prefix_sharing=shares_prefix(parts.scorer, args.prefix_sharing))
         at_once = args.local_rollout_forward_batch_size
         funcs = all_rewards(reward_model, reward_funcs, parts.model.value_model)
         rewards = reward_sources(funcs, reward_processing_classes, args, parts.policy, batch_size=at_once, read="ids")
