@@ -7,7 +7,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from trl.data.text import SFTTokenizer
-from trl.data.tokenization import encode_closed, encode_open
+from trl.data.tokenization import encode_closed, encode_open, tokenize_split
 from trl.data.validation import RowType
 
 TEXT = RowType("text", ("text",))
@@ -67,6 +67,18 @@ def test_eos_that_the_tokenizer_adds_is_not_doubled_and_not_in_the_prompt() -> N
     row = one_row(tokenizer, PAIR, {"prompt": "Sky:", "completion": " blue"}, completion_mask=True)
     assert text_where(tokenizer, row, "completion_mask") == " blue<|im_end|>"
     assert row["shifted_rows"] == 0
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_an_encoder_decoder_reads_a_chat_that_a_special_token_ends(is_chat: bool) -> None:
+    """Prompt and answer have an eos of their own, but where a chat ends with another special token already."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    rows, eos = [("Why?<turn>", ["So.<turn>", "No."])], tokenizer.eos_token
+    (split,) = tokenize_split(tokenizer, rows, add_special_tokens=False, is_chat=is_chat, is_encoder_decoder=True)
+    end = "" if is_chat else eos
+    texts = [tokenizer.decode(ids) for ids in (split.prompt, *split.completions)]
+    assert texts == [f"Why?<turn>{end}", f"So.<turn>{end}", f"No.{eos}"]
 
 
 def test_special_tokens_are_read_once_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -149,27 +148,29 @@ def tokenize_split(
     Both are tokenised together; the boundary is the first token that the prompt alone does not have. The two sides of
     an encoder-decoder are tokenised apart, the prompt with an eos token of its own.
     """
-
-    def encoded(texts: Sequence[str], encode_text: Callable[..., list[tuple[Ids, int]]]) -> list[tuple[Ids, int]]:
-        if not adds_eos:
-            return [(ids, 0) for ids in encode(tokenizer, texts)]
-        return encode_text(tokenizer, texts, add_special_tokens=add_special_tokens)
-
-    close = partial(encode_closed, is_chat=is_chat)
     prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
-    heads = dict(zip(prompts, encoded(prompts, close if is_encoder_decoder else encode_open), strict=True))
     if is_encoder_decoder:
+        options: RowDict = {"add_special_tokens": add_special_tokens, "is_chat": is_chat}
+        heads = dict(zip(prompts, encode_closed(tokenizer, prompts, **options), strict=True))
         texts = [answer for _, answers in rows for answer in answers]
         ended = iter(closed(encode(tokenizer, texts), texts, tokenizer, is_chat=is_chat))
         return [
             Split(head, [next(ended) for _ in row], 0, removed, head)
             for head, removed, row in ((*heads[prompt], row) for prompt, row in rows)
         ]
-    wholes = iter(encoded([prompt + answer for prompt, answers in rows for answer in answers], close))
+    texts = [prompt + answer for prompt, answers in rows for answer in answers]
+    if adds_eos:
+        opened = encode_open(tokenizer, [*prompts, *texts], add_special_tokens=add_special_tokens)
+    else:
+        opened = [(ids, 0) for ids in encode(tokenizer, [*prompts, *texts])]
+    alone, wholes = dict(zip(prompts, opened, strict=False)), opened[len(prompts) :]
+    ended = [ids for ids, _ in wholes]
+    ended = closed(ended, texts, tokenizer, is_chat=is_chat) if adds_eos else ended
+    sides = iter(zip(ended, [removed for _, removed in wholes], strict=True))
     splits = []
     for prompt, answers in rows:
-        wholes_of_prompt, (head, _) = [next(wholes) for _ in answers], heads[prompt]
-        boundary = min(common_prefix_length(head, ids) for ids, _ in wholes_of_prompt)
-        completions = [ids[boundary:] for ids, _ in wholes_of_prompt]
-        splits.append(Split(head[:boundary], completions, int(boundary < len(head)), wholes_of_prompt[0][1], head))
+        (head, _), together = alone[prompt], [next(sides) for _ in answers]
+        boundary = min(common_prefix_length(head, ids) for ids, _ in together)
+        completions = [ids[boundary:] for ids, _ in together]
+        splits.append(Split(head[:boundary], completions, int(boundary < len(head)), together[0][1], head))
     return splits
