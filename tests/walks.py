@@ -1,8 +1,9 @@
 """The walk of a row: this library's functions that run from the data set to the loss of a first micro-batch.
 
-`python -m tests.walks` prints how many; `python -m tests.walks sft` also which.
+`python -m tests.walks` prints how many; `python -m tests.walks sft` also which. Another word names a JSON file for all.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -90,8 +91,11 @@ def is_ours(code: CodeType) -> bool:
 
 
 if __name__ == "__main__":
-    for kind in sys.argv[1:] or WALKS:
-        files = walk_of(kind)
+    kinds = [word for word in sys.argv[1:] if word in WALKS]
+    walks = {kind: walk_of(kind) for kind in kinds or WALKS}
+    for kind, files in walks.items():
         print(f"{kind}: {sum(map(len, files.values()))} functions in {len(files)} files")
-        if len(sys.argv) > 1:
+        if kinds:
             print(*(f"  {file}: {', '.join(functions)}" for file, functions in files.items()), sep="\n")
+    for path in set(sys.argv[1:]).difference(kinds):
+        Path(path).write_text(json.dumps(walks), encoding="utf-8")
