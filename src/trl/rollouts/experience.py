@@ -92,7 +92,7 @@ class Experience:
         positions = self.completions.positions(indices)
         return Experience(
             self.prompts.take(indices),
-            self.completions.take(indices),
+            Ragged(self.completions.values[positions], self.completions.lengths[indices]),
             {name: value[positions] for name, value in self.per_token.items()},
             {name: value[indices] for name, value in self.per_row.items()},
             {name: rows.take(indices) for name, rows in self.more.items()},
