@@ -57,9 +57,11 @@ OF_GROUPS = {"split": batches(4, 2, steps_per_generation=4), "within": batches(2
 CUTS: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "rows": {
         "2x4 padded": (("padded",), batches(4, 2)),
-        "4x2 checkpointed, in small chunks": (("small chunks",), batches(2, 4, **CHECKPOINTED)),
+        "4x2 checkpointed, in small chunks, reference in advance": (
+            ("small chunks",),
+            batches(2, 4, **CHECKPOINTED, **IN_ADVANCE),
+        ),
         "8x1 prompts repeated": ((), batches(1, 8, **REPEATED)),
-        "4x2 reference in advance": ((), batches(2, 4, **IN_ADVANCE)),
     },
     "groups": {
         "split, padded, in small chunks": (("padded", "small chunks"), OF_GROUPS["split"]),
@@ -77,7 +79,9 @@ CUTS: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
 # Each change by itself, for one method of each family.
 ALONE = {
     ("rows", "sft"): {"padded": {}, "own logits": {}, "small chunks": {}, "2x4": batches(4, 2), "8x1": batches(1, 8)},
-    ("rows", "dpo-sigmoid"): {"padded": {}, "own logits": {}, "repeated": REPEATED, "8x1": batches(1, 8)},
+    ("rows", "dpo-sigmoid"): {
+        "padded": {}, "own logits": {}, "repeated": REPEATED, "in advance": IN_ADVANCE, "8x1": batches(1, 8),
+    },
     ("rows", "kto"): {"padded": {}, "repeated": REPEATED, "8x1": batches(1, 8)},
     ("groups", "dapo"): {
         **OF_GROUPS, "padded": {}, "small chunks": {}, "scored first": {}, "repeated": REPEATED, "checkpointed": CHECKPOINTED,
@@ -91,11 +95,14 @@ WITHOUT_CHUNKS = ("reward", "reward-centered", "prm")  # which score rows or ste
 
 def applies(family: str, method: str, settings: dict[str, Any]) -> bool:
     """Whether a method has these settings: a row of SFT or PRM has no prompt that others share."""
-    if family != "rows":
-        return True
+    shares = family != "rows" or not method.startswith(("sft", "gkd", "gold", "prm"))
+    return shares or REPEATED.keys().isdisjoint(settings)
+
+
+def known_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a cut, without those of a reference where the method has none."""
     refers = method.startswith(("dpo", "kto", "bco")) and method != "dpo-reference-free"
-    shares = not method.startswith(("sft", "gkd", "gold", "prm"))
-    return (refers or IN_ADVANCE.keys().isdisjoint(settings)) and (shares or REPEATED.keys().isdisjoint(settings))
+    return {name: value for name, value in settings.items() if refers or name not in IN_ADVANCE}
 
 
 def is_evaluated(family: str, method: str) -> bool:
@@ -132,7 +139,8 @@ def test_cuts(family, method, cut, whole, tmp_path, monkeypatch):
     for name in patches:
         monkeypatch.setattr(*PATCHES[name])
     reads = SMALL_CHUNKS.reads
-    assert_same(FAMILIES[family].run(method, **settings), expected, FAMILIES[family].tolerance)
+    found = FAMILIES[family].run(method, **known_settings(method, settings))
+    assert_same(found, expected, FAMILIES[family].tolerance)
     has_chunks = "small chunks" in patches and method not in WITHOUT_CHUNKS
     assert (SMALL_CHUNKS.reads > reads) == has_chunks
 
@@ -140,8 +148,9 @@ def test_cuts(family, method, cut, whole, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "method", "change"), [(*key, change) for key, changes in ALONE.items() for change in changes]
 )
-def test_each_change_by_itself(family, method, change, whole, monkeypatch):
+def test_each_change_by_itself(family, method, change, whole, tmp_path, monkeypatch):
     expected = whole(family, method)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))  # precomputed references
     if change in PATCHES:
         monkeypatch.setattr(*PATCHES[change])
     found = FAMILIES[family].run(method, **ALONE[family, method][change])
