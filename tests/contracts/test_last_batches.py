@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.contracts.last_batches import (
-    METHODS,
     MODELS,
+    OF_METHODS,
     OTHERS,
     ROWS,
-    SIZES,
     dropped,
     loader_of_a_program,
     of_model,
@@ -38,14 +37,12 @@ def expected(name: str):
         return run(sft, 1, 5, 1, **OTHERS[name])
     if name in MODELS:
         return of_model(name, 1)
-    method, _, size = name.partition(", ")
+    method, *sizes = OF_METHODS[name]
     make, own = ROWS[method]
-    return run(make, 1, *SIZES[size], **own)
+    return run(make, 1, *sizes, **own)
 
 
-@pytest.mark.parametrize(
-    "name", [*(f"{method}, {size}" for method in METHODS for size in SIZES), *OTHERS, *MODELS, "resumed", "dropped"]
-)
+@pytest.mark.parametrize("name", [*OF_METHODS, *OTHERS, *MODELS, "resumed", "dropped"])
 def test_two_processes_are_one(name, two):
     found, alone = Found(*two[name]), expected(name)
     assert_same(found, alone, 1e-12)
