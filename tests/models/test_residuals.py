@@ -239,18 +239,18 @@ def sft(out: Any, **settings: Any) -> SFTTrainer:
     return trainer
 
 
-def test_200_steps_of_a_trainer_equal_those_of_float32_weights(tmp_path):
+def test_100_steps_of_a_trainer_equal_those_of_float32_weights(tmp_path):
     """Losses and float32 weights, with clipping and a schedule, to 1e-6."""
-    trainer = sft(tmp_path / "ours", weights=RESIDUAL, max_steps=200, lr_scheduler_type="cosine", warmup_steps=20)
+    trainer = sft(tmp_path / "ours", weights=RESIDUAL, max_steps=100, lr_scheduler_type="cosine", warmup_steps=20)
     trainer.train()
     model = tiny_model("llama", dtype=torch.bfloat16)
     optimizer = Masters(list(model.parameters()), limit=1.0, lr=1e-5, weight_decay=0.0)
-    schedule = get_cosine_schedule_with_warmup(optimizer, 20, 200)
-    plain = sft(tmp_path / "plain", model=model, optimizers=(optimizer, schedule), max_steps=200, max_grad_norm=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 20, 100)
+    plain = sft(tmp_path / "plain", model=model, optimizers=(optimizer, schedule), max_steps=100, max_grad_norm=0.0)
     plain.train()
     losses = [[log["loss"] for log in each.state.log_history if "loss" in log] for each in (trainer, plain)]
-    assert len(losses[0]) == 200
-    assert losses[0][-1] < losses[0][0] - 0.5
+    assert len(losses[0]) == 100
+    assert losses[0][-1] < losses[0][0] - 0.2
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     for weight, master in zip(trainer.model.parameters(), optimizer.masters, strict=True):
         assert weight.dtype == torch.bfloat16

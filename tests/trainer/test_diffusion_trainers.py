@@ -144,8 +144,7 @@ def test_a_run_that_was_killed_while_saving(tmp_path):
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize(("kind", "lora"), [("ddpo", True), ("ddpo", False), ("alignprop", True)])
 def test_resuming_is_bit_exact(kind, lora, tmp_path):
     """With prompts drawn by a global generator, rewards remembered by prompt, and inner epochs."""
     more = {
@@ -257,7 +256,13 @@ def test_hooks_and_async_rewards_may_use_the_pipeline_at_any_time(flow, swaps):
 
     ended, settings = (
         [],
-        {"train_cfg": False, "async_reward_computation": True, "max_workers": 1, "resolution": 32},
+        {
+            "train_cfg": False,
+            "async_reward_computation": True,
+            "max_workers": 1,
+            "resolution": 32,
+            "sample_num_steps": 3,
+        },
     )
     for uses in (False, True):
         model = FlowPipeline(tiny_sd3()) if flow else pipeline()

@@ -32,12 +32,11 @@ def seen_rows(trainer, windows: int) -> list[list[int]]:
     return [prompts.rows[prompts.of_batch(number)]["wanted"] for number in range(windows)]
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
-def test_a_stream_in_order_is_learned_from_as_stored_rows_are(method):
-    """More than two passes over 14 rows, 4 in each window; the run ends within a window, and its epoch with it."""
+def test_a_stream_in_order_is_learned_from_as_stored_rows_are():
+    """By RLOO, while the tests below have GRPO. More than two passes over 14 rows, 4 in each window; the run ends within a window, and its epoch with it."""
     settings = {**SETTINGS, "max_steps": 17, "shuffle_dataset": False, "reward_funcs": near}
-    whole, expected = run(method, data=stored(), **settings)
-    found, gradients = run(method, data=stream(), **settings)
+    whole, expected = run("rloo", data=stored(), **settings)
+    found, gradients = run("rloo", data=stream(), **settings)
     assert_same_steps(gradients.steps, expected.steps)
     assert [entry["reward"] for entry in logs(found)[::2]] == [entry["reward"] for entry in logs(whole)[::2]]
     assert logs(found)[-1]["epoch"] == 1.0 and whole.state.epoch >= 2
