@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from accelerate import Accelerator
@@ -192,13 +192,14 @@ def rounds_loader(make: Callable[..., DataLoader], dataset: Any, trainer: Traine
     with holding(args, "dataloader_drop_last", drops), holding(args, "train_sampling_strategy", order):
         loader = in_rounds(make(dataset), args)
     if args.dataloader_persistent_workers:
-        finalize(trainer, _end_workers, loader).atexit = False  # torch has its own way then
+        finalize(trainer, _end_workers, ref(loader)).atexit = False  # torch has its own way then
     return loader
 
 
-def _end_workers(loader: Any) -> None:
+def _end_workers(reference: Callable[[], Any]) -> None:
     """The garbage collector would end the queues first, and wait 5 s for each worker."""
-    getattr(loader, "base_dataloader", loader)._iterator = None
+    if (loader := reference()) is not None:
+        getattr(loader, "base_dataloader", loader)._iterator = None
 
 
 def training_loader(
