@@ -52,17 +52,14 @@ def test_the_best_answer_is_found(method, price):
 
 @pytest.mark.slow
 def test_sums_are_learned_by_trying(tmp_path):
-    """`examples/arithmetic_rl.py` with sums up to 19 and 40 steps of each method, from one fine-tuned model: the share of right answers
-    goes from 0.38 in the first ten steps to 0.72 (GRPO) and 0.73 (RLOO) in the last ten."""
+    """`examples/arithmetic_rl.py` with sums up to 19 and 40 steps of GRPO, from a fine-tuned model: the share of right answers
+    goes from 0.38 in the first ten steps to 0.72 in the last ten."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(arithmetic_rl.LEARNING, "logging_steps", 10)
         task = arithmetic_rl.make_task(largest_sum=19, held_out=20, seed=0)
-        methods = {name: arithmetic_rl.METHODS[name] for name in ("grpo", "rloo")}  # bandits above have GSPO too
-        results = arithmetic_rl.run(methods, task=task, seed=0, steps=40, folder=str(tmp_path))
-    assert [result.method for result in results] == list(methods)
-    assert len({result.fine_tuned for result in results}) == 1
-    for result in results:
-        rewards = [reward for _, reward, _ in result.curve]
-        assert [step for step, _, _ in result.curve] == [10, 20, 30, 40]
-        assert 0.3 < rewards[0] < 0.45
-        assert rewards[-1] > 0.65
+        methods = {"grpo": arithmetic_rl.METHODS["grpo"]}  # bandits above have the others
+        (result,) = arithmetic_rl.run(methods, task=task, seed=0, steps=40, folder=str(tmp_path))
+    rewards = [reward for _, reward, _ in result.curve]
+    assert [step for step, _, _ in result.curve] == [10, 20, 30, 40]
+    assert 0.3 < rewards[0] < 0.45
+    assert rewards[-1] > 0.65
