@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -83,16 +83,15 @@ def set_run_date(processing_class: ProcessingClass, run_date: str) -> None:
             text_tokenizer(processing_class).run_date = run_date  # type: ignore[attr-defined]
 
 
-@contextmanager
-def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
-    """A block in which chat templates show the run's date.
+def _showing_run_date(processing_class: ProcessingClass) -> AbstractContextManager[None]:
+    """A block in which chat templates show the run's date."""
+    run_date = vars(text_tokenizer(processing_class)).get("run_date")  # tokenizers are slow to say what they lack
+    return nullcontext() if run_date is None else _showing(run_date)
 
-    transformers' `strftime_now` reads the clock of its module (5.23 makes text of functions among the variables).
-    """
-    run_date = getattr(text_tokenizer(processing_class), "run_date", None)
-    if run_date is None:
-        yield
-        return
+
+@contextmanager
+def _showing(run_date: str) -> Iterator[None]:
+    """transformers' `strftime_now` reads the clock of its module (5.23 makes text of functions among the variables)."""
     with _CLOCK:
         system = chat_template_utils.datetime
         clock = SimpleNamespace(now=lambda: datetime.fromisoformat(run_date))
