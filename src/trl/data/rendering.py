@@ -45,7 +45,7 @@ class Chat(NamedTuple):
 
 def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
     """The tokenizer itself, or the one inside a processor."""
-    return getattr(processing_class, "tokenizer", processing_class)  # type: ignore[return-value]
+    return vars(processing_class).get("tokenizer", processing_class)  # tokenizers are slow to say what they lack
 
 
 def read_tools(tools: object) -> list[dict | Callable] | None:
@@ -85,7 +85,7 @@ def set_run_date(processing_class: ProcessingClass, run_date: str) -> None:
 
 def _showing_run_date(processing_class: ProcessingClass) -> AbstractContextManager[None]:
     """A block in which chat templates show the run's date."""
-    run_date = vars(text_tokenizer(processing_class)).get("run_date")  # tokenizers are slow to say what they lack
+    run_date = vars(text_tokenizer(processing_class)).get("run_date")
     return nullcontext() if run_date is None else _showing(run_date)
 
 
