@@ -63,6 +63,7 @@ def finished(name: str, models: dict, folder: str, **settings):
     trainer, keep = make(folder=folder, given=models, **own)
     trainer.remove_callback(keep)  # it asks for whole gradients
     counts = {"generate": 0, "nothing": 0, "live": 0, "score_rollout": 0, "load_rollout_batch": 0}
+    loads = online_trainer.load_rollout_batch
     for holder, method in (
         (trainer.engine, "generate"),
         (trainer.engine, "live"),
@@ -74,8 +75,11 @@ def finished(name: str, models: dict, folder: str, **settings):
         for journal in Path(folder, "sessions").glob("00000001-*-1.jsonl"):
             journal.unlink()
     checkpoint = {"resumed": "checkpoint-3", "agents-again": "checkpoint-1"}.get(name)
-    trainer.train(resume_from_checkpoint=checkpoint and f"{folder}/{checkpoint}")
-    return trainer, counts
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint and f"{folder}/{checkpoint}")
+    finally:
+        online_trainer.load_rollout_batch = loads  # of all trainers of this process
+    return trainer, dict(counts)
 
 
 def count_calls(holder, method: str, counts: dict[str, int]) -> None:
