@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trl.data.rendering import Json
 from trl.data.validation import RENAME
+from trl.tensors.reduce import Weighted, weighted
 
 Text = str | Sequence[Json]  # or messages
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
@@ -195,6 +196,11 @@ def score_std(scores: Tensor) -> Tensor:
 def source_columns(result: RewardResult) -> dict[str, Tensor]:
     """The scores of each source `(B,)` as columns of an `Experience`."""
     return {f"{_SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
+
+
+def score_mean(scores: Tensor) -> Weighted:
+    """The mean over the rows that a source scored."""
+    return weighted(scores, ~scores.isnan())
 
 
 def scores_by_source(columns: Mapping[str, Tensor], sources: Sequence[str]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
-from trl.rewards.result import score_std, scores_by_source
+from trl.rewards.result import score_mean, score_std, scores_by_source
 from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
 
@@ -70,7 +70,7 @@ def measured_groups(
     """
     metrics = measured_lengths(rows)
     for name, column in scores_by_source(rows, sources).items():
-        metrics[f"rewards/{name}/mean"] = weighted(column, ~column.isnan())
+        metrics[f"rewards/{name}/mean"] = score_mean(column)
         if not (std := score_std(column)).isnan():
             metrics[f"rewards/{name}/std"] = weighted(std)
     return metrics | reward_statistics(rows[REWARD], group_size, scale=scale)
