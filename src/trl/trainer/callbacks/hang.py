@@ -25,7 +25,7 @@ class EndsHangs(TrainerCallback):
     def __init__(self, seconds: float | None) -> None:
         """Watch for so many seconds; None: not at all."""
         self._seconds, self._last, self._step = seconds, time.monotonic(), 0
-        self._ended, self._ends = threading.Event(), False
+        self._ended, self._thread = threading.Event(), threading.Thread()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -51,7 +51,7 @@ class EndsHangs(TrainerCallback):
         The other processes may end a moment earlier, which is an error in a thread that waits for them.
         """
         self._ended.set()
-        if self._ends:
+        if self._thread.is_alive():
             self._thread.join()
 
     def _note(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -65,7 +65,6 @@ class EndsHangs(TrainerCallback):
                 self._end(path, rank)
 
     def _end(self, path: Path, rank: str) -> None:
-        self._ends = True
         place = f"{rank} on {socket.gethostname()} (pid {os.getpid()}) after step {self._step}"
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         parts = [f"==== {place}: no progress for {self._seconds:g} s\n"]
