@@ -12,14 +12,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import pytest
 import yaml
 from examples import small_model
 
-from tests.two_processes import launch
+from tests.two_processes import end_with, launch
 from trl.cli.launch import make_plan
 from trl.cli.main import COMMANDS
 from trl.cli.main import main as trl_main
@@ -356,6 +355,11 @@ def run_in_shell(commands: str, folder: Path) -> None:
     assert done.returncode == 0, f"{commands}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+def run_program(path: str) -> int:
+    runpy.run_path(path, run_name="__main__")
+    return 0
+
+
 def run_forked(words: list[str], typed: str = "") -> None:
     """Run `trl ...` or `python FILE ...` in a fork of this process and in its folder, with what is `typed` as its input."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as source:
@@ -363,27 +367,13 @@ def run_forked(words: list[str], typed: str = "") -> None:
         source.seek(0)
         child = os.fork()
         if not child:
-            status = 1
-            try:
-                os.dup2(source.fileno(), 0)
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
-                sys.argv = words if words[0] == "trl" else words[1:]
-                sys.path.insert(0, str(Path(sys.argv[0]).parent))
-                if words[0] == "trl":
-                    status = trl_main()
-                else:
-                    runpy.run_path(words[1], run_name="__main__")
-                    status = 0
-            except SystemExit as stop:
-                status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
+            os.dup2(source.fileno(), 0)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+            sys.argv = words if words[0] == "trl" else words[1:]
+            sys.path.insert(0, str(Path(sys.argv[0]).parent))
+            end_with(trl_main if words[0] == "trl" else functools.partial(run_program, words[1]))
         _, wait_status = os.waitpid(child, 0)
         output.seek(0)
         printed = output.read()

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, NoReturn
 
 import pytest
 
@@ -159,26 +160,35 @@ def in_forks(jobs: list[tuple[str, list[str], dict[str, str]]]) -> tuple[list[in
 
 
 def fork(module: str, arguments: list[str], environment: dict[str, str], file: IO[str], ends: tuple[int, int]) -> int:
-    child = os.fork()
-    if child:
-        return child
+    if not (child := os.fork()):
+        end_with(partial(run_job, module, arguments, environment, file, ends))
+    return child
+
+
+def run_job(
+    module: str, arguments: list[str], environment: dict[str, str], file: IO[str], ends: tuple[int, int]
+) -> int:  # fmt: skip
     import torch
 
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    # It may wait for ever for a process that has ended.
+    torch.distributed.destroy_process_group = lambda group=None: None
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    os.close(ends[1])
+    select.select([ends[0]], [], [], 5)  # until the others are done too: process 0 holds the store
+    return 0
+
+
+def end_with(act: Callable[[], int]) -> NoReturn:
+    """End this fork with the status that `act` returns or exits with; 1 for an error, which is printed."""
     status = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv[1:] = arguments
-        torch.distributed.destroy_process_group = lambda group=None: (
-            None
-        )  # it may wait for ever for a process that has ended
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        os.close(ends[1])
-        select.select([ends[0]], [], [], 5)  # until the others are done too: process 0 holds the store
-        status = 0
+        status = act()
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:

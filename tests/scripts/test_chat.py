@@ -8,7 +8,6 @@ import select
 import shutil
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.two_processes import end_with
 from trl.cli.main import main
 
 
@@ -121,20 +121,12 @@ def test_ctrl_c_ends_the_answer_and_then_the_chat(model_path, tmp_path):
     errors = (tmp_path / "errors").open("w+")
     process, parent = pty.fork()
     if not process:  # everything is imported
-        status = 1
-        try:
-            os.dup2(errors.fileno(), 2)
-            sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
-            # A suite in the background of a shell ignores SIGINT.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.argv = ["trl", "chat", *line]
-            status = main()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        os.dup2(errors.fileno(), 2)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        # A suite in the background of a shell ignores SIGINT.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["trl", "chat", *line]
+        end_with(main)
     seen = ""
 
     def shown(found, seconds=120):
