@@ -180,10 +180,7 @@ def order_seed(args: TrainingArguments) -> int:
 
 
 def rounds_loader(make: Callable[..., DataLoader], dataset: Any, trainer: Trainer, *, training: bool) -> DataLoader:
-    """The loader of whole rounds that `make` builds of a data set; evaluations read all rows, in order.
-
-    Persistent workers end with the trainer.
-    """
+    """The loader of whole rounds by `make`; evaluations read all rows, in order. Workers end with the trainer."""
     args: Any = trainer.args
     if not training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
         dataset = StreamRounds(dataset, args.eval_batch_size, process=args.data_index, processes=args.data_processes)

@@ -163,9 +163,8 @@ def planned(run: Run, *, levers: bool) -> Plan:
     if run.lengths.row > context:
         logger.warning(
             "rows of %d tokens are longer than max_position_embeddings=%d of the model. Lower their length.",
-            run.lengths.row,
-            context,
-        )
+            run.lengths.row, context,
+        )  # fmt: skip
     if run.memory is not None:
         batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, _MOST_ROWS)
         length = _largest(lambda tokens: run.changed(**of_length(run, tokens)), run.lengths.row, plan, context)

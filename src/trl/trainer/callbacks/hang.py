@@ -37,8 +37,7 @@ class EndsHangs(TrainerCallback):
         self._ended = threading.Event()
         self._note(args, state, control)
         path, rank = Path(args.output_dir or ".") / STACKS, f"process {args.process_index} of {args.world_size}"
-        watch = (self._ended, self._seconds, path, rank)
-        self._thread = threading.Thread(target=self._watch, args=watch, daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(self._ended, self._seconds, path, rank), daemon=True)
         self._thread.start()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
