@@ -16,8 +16,9 @@ os.environ.update(
 
 import gc
 import json
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,6 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     spare()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop() -> Generator[None, object, object]:
+    """Programs of tests run in forks of what their modules have imported."""
+    if two_processes := sys.modules.get("tests.two_processes"):
+        two_processes.prepared()
+    return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

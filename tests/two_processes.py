@@ -1,37 +1,45 @@
 """Programs in forks of one process that has imported the libraries: in two over gloo, or in one.
 
-That process starts with the first program of a test run. As a program, this module is it: it reads jobs line by line, runs each
-as `python -m MODULE ARGUMENT...` in its forks, and answers with their exit statuses and what they wrote.
+That process is a fork itself, of the process of the tests before its first test, when it has imported everything and computed
+nothing. It reads jobs line by line, runs each as `python -m MODULE ARGUMENT...` in its forks, and answers with their exit
+statuses and what they wrote.
 """
 
 import atexit
-import gc
 import importlib.util
 import json
 import os
 import runpy
 import select
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
 import pytest
 
-from tests.fixed_costs import spare
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = dict(os.environ)  # without what a test sets
 TAIL = 4000  # characters of what a process wrote
-STARTED: list[subprocess.Popen] = []
+
+
+class Process(NamedTuple):
+    """The process that forks, and the pipes to and from it."""
+
+    id: int
+    jobs: IO[str]
+    answers: IO[str]
+
+
+STARTED: list[Process] = []
 
 
 class Program(NamedTuple):
@@ -70,32 +78,29 @@ def ending(module: str, *arguments: str, timeout: int = 400) -> tuple[int, str]:
 def run(programs: Sequence[Program], timeout: int) -> tuple[list[int], str]:
     """Exit statuses of programs that run at once, and what they wrote. If one fails, the others are killed."""
     process = prepared()
-    assert process.stdin is not None
     base = {**os.environ, "OMP_NUM_THREADS": "1"}
     jobs = [(each.module, each.arguments, {**base, **each.environment}) for each in programs]
-    process.stdin.write(json.dumps(jobs) + "\n")
-    process.stdin.flush()
+    print(json.dumps(jobs), file=process.jobs, flush=True)
     statuses, written = json.loads(answer(process, timeout))
     return statuses, written
 
 
-def prepared() -> subprocess.Popen:
+def prepared() -> Process:
     """The process that forks, with everything imported."""
-    if STARTED and STARTED[0].poll() is None:
-        return STARTED[0]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.two_processes"], cwd=ROOT, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    STARTED[:] = [process]
-    answer(process, 400)
-    return process
+    if not STARTED:
+        (jobs, to_jobs), (answers, to_answers) = os.pipe(), os.pipe()
+        if not (process := os.fork()):
+            os.close(to_jobs)  # the tests' process has the only one: when it ends, so do the jobs
+            end_with(partial(work, jobs, to_answers))
+        os.close(jobs)
+        os.close(to_answers)
+        STARTED.append(Process(process, os.fdopen(to_jobs, "w"), os.fdopen(answers)))
+    return STARTED[0]
 
 
-def answer(process: subprocess.Popen, timeout: int) -> str:
-    assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], timeout)
-    line = process.stdout.readline() if readable else ""
+def answer(process: Process, timeout: int) -> str:
+    readable, _, _ = select.select([process.answers], [], [], timeout)
+    line = process.answers.readline() if readable else ""
     if not line:
         stop()
         pytest.fail(f"a program gave no answer for {timeout} s")
@@ -105,24 +110,31 @@ def answer(process: subprocess.Popen, timeout: int) -> str:
 @atexit.register
 def stop() -> None:
     for process in STARTED:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.jobs.close()
+        process.answers.close()
+        with suppress(ProcessLookupError):  # it may have ended, or not begun
+            os.killpg(process.id, signal.SIGKILL)
+        os.waitpid(process.id, 0)
     STARTED.clear()
 
 
 # ---- in that process
 
 
-def work() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what programs print
-    gc.disable()
+def work(jobs: int, answers: int) -> int:
+    """In a session of its own, without pytest's output, imports and hooks."""
+    os.setsid()
+    for file in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), file)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    os.chdir(ROOT)
     import_libraries()
-    spare()
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        answers.write(json.dumps(in_forks(json.loads(line))) + "\n")
-        answers.flush()
+    with os.fdopen(jobs) as lines, os.fdopen(answers, "w") as answered:
+        for line in lines:
+            print(json.dumps(in_forks(json.loads(line))), file=answered, flush=True)
+    return 0
 
 
 def import_libraries() -> None:
@@ -178,6 +190,7 @@ def run_job(
     sys.argv[1:] = arguments
     # It may wait for ever for a process that has ended.
     torch.distributed.destroy_process_group = lambda group=None: None
+    sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     os.close(ends[1])
     select.select([ends[0]], [], [], 5)  # until the others are done too: process 0 holds the store
@@ -199,7 +212,3 @@ def end_with(act: Callable[[], int]) -> NoReturn:
         # Threads of torch and gloo that still wait when the interpreter exits abort it now and then on a busy machine
         # ("terminate called without an active exception"), after all work is done.
         os._exit(status)
-
-
-if __name__ == "__main__":
-    work()

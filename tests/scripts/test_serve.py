@@ -113,7 +113,8 @@ def test_a_key_that_cannot_be_written_is_one_message(tmp_path, monkeypatch, caps
 def test_a_missing_extra_is_one_message():
     """`trl serve` where fastapi and uvicorn are not installed."""
     code = (
-        "import sys; sys.modules['uvicorn'] = None; from trl.cli import main; "
+        "import sys; sys.modules['uvicorn'] = None; sys.modules.pop('trl.generation.serving.app', None); "
+        "from trl.cli import main; "
         "sys.exit(main(['serve', 'nowhere', '--port', '0']))"
     )
     status, written = ending("tests.run_code", code)
