@@ -12,7 +12,7 @@ from trl.scripts.plain_parser import PlainParser
 Row = dict[str, Any]  # with a `prompt`, text or messages
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     from trl.options.methods import JudgeOptions
 
     text = "Let a judge compare the answers of two models, and print how often the second one wins."
@@ -38,14 +38,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from trl.scripts.running import report
+    return make_parser().run(print_comparison, argv)
 
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    try:
-        figures = compare(options)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        return report(parser.prog, error)
+
+def print_comparison(options: argparse.Namespace) -> int:
+    """Compare and print the figures; returns the exit status, 1 without an answer of the judge."""
+    figures = compare(options)
     if options.out:
         Path(options.out).write_text(json.dumps(figures, indent=2))
     rows = figures.pop("rows")

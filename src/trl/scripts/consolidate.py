@@ -1,6 +1,5 @@
 """`trl consolidate CHECKPOINT --out DIR`: the weights that several processes wrote in parts become a model."""
 
-import argparse
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from trl.scripts.plain_parser import PlainParser
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     parser = PlainParser(prog="trl consolidate", description="Save the sharded weights of a checkpoint as a model.")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of FSDP2 with SHARDED_STATE_DICT")
     parser.add_argument("--out", "--output", metavar="DIR", help="new folder for the model (default: CHECKPOINT-model)")
@@ -17,20 +16,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from trl.scripts.running import report
-
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    out = options.out or f"{Path(options.checkpoint)}-model"
-    try:
-        consolidate(Path(options.checkpoint), out)
-    except (ValueError, OSError) as error:
-        return report(parser.prog, error)
-    print(f"Model saved in {out}")
-    return 0
+    return make_parser().run(lambda options: consolidate(Path(options.checkpoint), options.out), argv)
 
 
-def consolidate(checkpoint: Path, out: str) -> None:
+def consolidate(checkpoint: Path, out: str | None) -> None:
     """Save the weights of a sharded checkpoint as they train, with its config and tokenizer, in `out`.
 
     Memory holds them once. Raises: ValueError, FileNotFoundError.
@@ -38,7 +27,7 @@ def consolidate(checkpoint: Path, out: str) -> None:
     from trl.checkpoints.wholeness import PARTS, SHARDED_WEIGHTS, faults, listed
     from trl.scripts.running import require_new_folder
 
-    index = f"{SHARDED_WEIGHTS}/.metadata"
+    index, out = f"{SHARDED_WEIGHTS}/.metadata", out or f"{checkpoint}-model"
     if not (checkpoint / SHARDED_WEIGHTS).is_dir():
         expected = "expected a checkpoint of FSDP2 with SHARDED_STATE_DICT"
         raise ValueError(f"'{checkpoint}' has no {SHARDED_WEIGHTS}, {expected}.")
@@ -67,6 +56,7 @@ def consolidate(checkpoint: Path, out: str) -> None:
         model.generation_config = GenerationConfig.from_pretrained(checkpoint)
     model.save_pretrained(out)
     processing_class.save_pretrained(out)
+    print(f"Model saved in {out}")
 
 
 def _sharded_weights(folder: Path) -> dict[str, Any]:

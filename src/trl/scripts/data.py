@@ -11,7 +11,7 @@ from trl.options.spelling import did_you_mean
 from trl.scripts.plain_parser import PlainParser
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     parser = PlainParser(prog="trl data", description="Make a small data set of word problems, without a download.")
     parser.add_argument("name", metavar="NAME", help=f"kind of rows: {', '.join(ROWS)}")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder for train.jsonl and test.jsonl")
@@ -22,19 +22,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
-    options = parser.parse_args(argv)
-    if options.name not in ROWS:
-        parser.error(f"NAME must be one of {', '.join(ROWS)}, got {options.name!r}.{did_you_mean(options.name, ROWS)}")
-    try:
-        splits = make_rows(options.name, rows=options.rows, seed=options.seed)
+
+    def write(options: argparse.Namespace) -> None:
+        if (name := options.name) not in ROWS:
+            parser.error(f"NAME must be one of {', '.join(ROWS)}, got {name!r}.{did_you_mean(name, ROWS)}")
+        splits = make_rows(name, rows=options.rows, seed=options.seed)
         Path(options.out).mkdir(parents=True, exist_ok=True)
         for split, rows in splits.items():
             print(f"{save(Path(options.out) / split, rows)}: {len(rows)} rows of {', '.join(rows[0])}")
-    except (ValueError, OSError, ImportError) as error:
-        from trl.scripts.running import report
 
-        return report(parser.prog, error)
-    return 0
+    return parser.run(write, argv)
 
 
 def save(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -1,12 +1,11 @@
 """`trl inspect DATA --model M`: a data set as training would see it, with trained tokens, lengths and faults."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl.scripts.plain_parser import PlainParser
+from trl.scripts.plain_parser import INPUT_ERRORS, PlainParser
 
 if TYPE_CHECKING:
     from trl.scripts.inspection.collect import Inspection
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 METHODS = ("sft", "reward", "dpo", "orpo", "cpo", "kto", "bco", "prm", "grpo", "rloo", "online-dpo", "nash-md", "xpo")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     """The options of `trl inspect` itself."""
     parser = PlainParser(
         prog="trl inspect",
@@ -35,8 +34,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Inspect; returns the exit status: 1 for faults with `--strict`, 2 for rows that cannot be prepared."""
-    from trl.scripts.running import CommandError, report, reporting_input_errors
-
     parser = make_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     data, arguments = (arguments[:1], arguments[1:]) if arguments and arguments[0][:1] != "-" else ([], arguments)
@@ -45,20 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest += [] if value is None else [flag, value]
     rest += ["--use_cpu", "true"]  # nothing is computed
     try:
-        with reporting_input_errors():
-            for name in ("rows", "shown"):
-                if (number := getattr(options, name)) is not None and number < 1:
-                    raise ValueError(f"--{name} must be at least 1, got {number}.")
-            if options.html is not None and not options.html.resolve().parent.is_dir():
-                raise ValueError(f"--html {options.html} is in a folder that does not exist. Make the folder.")
-            from trl.scripts.inspection.collect import inspect_data
-            from trl.scripts.pages import render
-            from trl.scripts.training import method_parser
+        for name in ("rows", "shown"):
+            if (number := getattr(options, name)) is not None and number < 1:
+                raise ValueError(f"--{name} must be at least 1, got {number}.")
+        if options.html is not None and not options.html.resolve().parent.is_dir():
+            raise ValueError(f"--html {options.html} is in a folder that does not exist. Make the folder.")
+        from trl.scripts.inspection.collect import inspect_data
+        from trl.scripts.pages import render
+        from trl.scripts.training import method_parser
 
-            parsed = method_parser(options.method, parser.prog).parse_args_and_config(rest)
-            inspection = inspect_data(options, parsed)
-    except CommandError as error:
-        return report(parser.prog, error)
+        parsed = method_parser(options.method, parser.prog).parse_args_and_config(rest)
+        inspection = inspect_data(options, parsed)
+    except INPUT_ERRORS as error:
+        return parser.report(error)
     print_inspection(inspection)
     if options.html is not None:
         page = render("inspection.html", inspection=inspection, zip=zip)

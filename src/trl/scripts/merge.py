@@ -1,6 +1,5 @@
 """`trl merge ADAPTER --out DIR`: a base model and a PEFT adapter become one model."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from trl.scripts.plain_parser import PlainParser
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     parser = PlainParser(prog="trl merge", description="Add an adapter to its base model and save the result.")
     parser.add_argument("adapter", metavar="ADAPTER", help="folder of a PEFT adapter that names its base")
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the merged model and its tokenizer")
@@ -17,16 +16,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from trl.scripts.running import report
-
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    try:
-        merge(options.adapter, options.out, options.base)
-    except (ValueError, OSError, ImportError) as error:
-        return report(parser.prog, error)
-    print(f"Merged model saved in {options.out}")
-    return 0
+    return make_parser().run(lambda options: merge(options.adapter, options.out, options.base), argv)
 
 
 def merge(adapter: str, out: str, base: str | None = None) -> None:
@@ -58,3 +48,4 @@ def merge(adapter: str, out: str, base: str | None = None) -> None:
     tokenizer = load_processing_class(adapter if has_tokenizer else str(base or config.base_model_name_or_path))
     merged.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    print(f"Merged model saved in {out}")

@@ -3,11 +3,13 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from trl.options.secrets import redacted
 from trl.options.spelling import did_you_mean
 
+INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError)  # about values, files, the Hub and extras
 _MOST_CHOICES = 12  # more are left to the help text where one of them is near
 
 
@@ -33,6 +35,19 @@ class PlainParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error, without the usage, which may fill several screens, and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for all options.\n")
+
+    def report(self, error: Exception) -> int:
+        """Print the message of an error of the input, and return exit status 2."""
+        print(f"{self.prog}: error: {redacted(str(error))}", file=sys.stderr)
+        return 2
+
+    def run(self, command: Callable[[Any], int | None], args: Sequence[str] | None) -> int:
+        """Call a command with the options in `args`; returns its exit status, that of `report` for `INPUT_ERRORS`."""
+        options = self.parse_args(args)
+        try:
+            return command(options) or 0
+        except INPUT_ERRORS as error:
+            return self.report(error)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """The options in `args` (None: those of the process); unknown ones and wrong values exit with status 2."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trl.options.spelling import did_you_mean
 from trl.reporting.tables import open_console
-from trl.scripts.plain_parser import PlainParser, unknown_arguments
+from trl.scripts.plain_parser import INPUT_ERRORS, PlainParser, unknown_arguments
 from trl.scripts.planning import METHODS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; returns the exit status: 1 for a run that does not fit in `--memory`, 2 for wrong options."""
     from trl.scripts.planning.plan import planned
     from trl.scripts.planning.run import run_for
-    from trl.scripts.running import CommandError, notes_shown, report, reporting_input_errors
+    from trl.scripts.running import notes_shown
 
     parser = make_parser()
     options, words = parser.parse_known_args(argv)
@@ -43,12 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if misspelt := [word for word in words if did_you_mean(word, names)]:
             parser.error("\n".join(unknown_arguments(misspelt, names)))
     try:
-        with reporting_input_errors():
-            run = run_for(options.method, words, options.gpus, options.memory)
-            with notes_shown():
-                made = planned(run, levers=not options.no_levers)
-    except CommandError as error:
-        return report(parser.prog, error)
+        run = run_for(options.method, words, options.gpus, options.memory)
+        with notes_shown():
+            made = planned(run, levers=not options.no_levers)
+    except INPUT_ERRORS as error:
+        return parser.report(error)
     print_plan(made)
     return int(made.fits is False)
 

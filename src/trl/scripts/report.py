@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from trl.scripts.plain_parser import PlainParser
 PAUSE = 10.0  # seconds between two pages of `--watch`
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     """The options of `trl report`."""
     parser = PlainParser(
         prog="trl report",
@@ -31,19 +30,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status, 2 for folders without a run."""
-    options = make_parser().parse_args(argv)
+    return make_parser().run(report, argv)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the page, and with `--watch` again until the runs have ended."""
     page: Path = options.html or options.runs[0] / "report.html"
-    try:
-        if options.watch is not None and options.watch <= 0:
-            raise ValueError(f"--watch must be > 0, got {options.watch:g}.")
-        if options.html and not page.resolve().parent.is_dir():
-            raise ValueError(f"--html {page} is in a folder that does not exist. Make the folder.")
-        while not write_page(options.runs, page, refresh=options.watch) and options.watch is not None:
-            time.sleep(options.watch)
-    except (ValueError, OSError) as error:
-        print(f"trl report: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if options.watch is not None and options.watch <= 0:
+        raise ValueError(f"--watch must be > 0, got {options.watch:g}.")
+    if options.html and not page.resolve().parent.is_dir():
+        raise ValueError(f"--html {page} is in a folder that does not exist. Make the folder.")
+    while not write_page(options.runs, page, refresh=options.watch) and options.watch is not None:
+        time.sleep(options.watch)
 
 
 def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = None) -> bool:

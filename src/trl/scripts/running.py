@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trl.options.secrets import redacted
 from trl.scripts.config_file import ConfigFile
 from trl.scripts.parser import TrlParser
+from trl.scripts.plain_parser import INPUT_ERRORS
 
 
 class Terminated(SystemExit):
@@ -29,10 +29,10 @@ class CommandError(ValueError):
 
 @contextmanager
 def reporting_input_errors() -> Iterator[None]:
-    """Turn errors about values, files, extras and the Hub into `CommandError`; for what happens before training."""
+    """Turn `INPUT_ERRORS` into `CommandError`; for what happens before training."""
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except INPUT_ERRORS as error:
         raise CommandError(str(error)) from error
 
 
@@ -53,7 +53,7 @@ def run_script(
     except CommandError as error:
         if os.environ.get("TRL_TRACEBACK") == "1":
             raise
-        return report(parser.prog, error)
+        return parser.report(error)
     except KeyboardInterrupt as stop:  # each of several processes would show where it was
         has_note = hasattr(stop, "__notes__")  # a training said how far it came
         if not has_note and os.environ.get("RANK", "0") == "0":
@@ -119,12 +119,6 @@ def require_new_folder(out: str) -> None:
     """Raise ValueError where `out` is there and is not an empty folder."""
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise ValueError(f"out must be a new or empty folder, got '{out}'. Name another one.")
-
-
-def report(prog: str, error: Exception) -> int:
-    """Print the message of an error as argparse would, and return exit status 2."""
-    print(f"{prog}: error: {redacted(str(error))}", file=sys.stderr)
-    return 2
 
 
 def init_zero_verbose() -> None:
