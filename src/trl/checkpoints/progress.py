@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Progress = dict[str, Any]  # JSON values
+_RAISED = ConnectionError, PermissionError, OSError, ValueError, RuntimeError
 
 
 def date_of_run(args: TrainingArguments) -> str:
@@ -34,19 +35,23 @@ def date_of_run(args: TrainingArguments) -> str:
 
 
 def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `act` returns on each process, on all of them, which must all call it; so is the first error."""
+    """What `act` returns on each process, on all of them, which must all call it; so is an error of any."""
+    value, failure, kind = None, None, None
     try:
-        outcomes: list[T | Exception] = [act()]
+        value = act()
     except Exception as error:
-        outcomes = [error]
+        # Others raise a builtin type that takes a text: they may not be able to build the error itself.
+        failure, kind = error, next((kind for kind in _RAISED if isinstance(error, kind)), RuntimeError)
+    outcomes: list[Any] = [(value, kind, str(failure))]
     if dist.is_initialized():
-        mine, outcomes = outcomes[0], cast(list[T | Exception], [None] * dist.get_world_size(group))
+        mine, outcomes = outcomes[0], [None] * dist.get_world_size(group)
         dist.all_gather_object(outcomes, mine, group=group)
-        outcomes[dist.get_rank(group)] = mine  # an error with its traceback
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return cast(list[T], outcomes)
+    if failure is not None:
+        raise failure
+    for rank, (_, kind, text) in enumerate(outcomes):
+        if kind is not None:
+            raise kind(f"in process {rank}: {text}")
+    return [value for value, *_ in outcomes]
 
 
 def on_main(accelerator: Accelerator | PartialState, make: Callable[[], T]) -> T:

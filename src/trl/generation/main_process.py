@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from trl.checkpoints.progress import together
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _STREAMS = 2**32  # random streams of one process
@@ -21,15 +23,7 @@ def first_rng_stream() -> int:
 
 def any_process(value: bool) -> bool:
     """Whether it is true in any process. All must call it."""
-    return any(_gathered(value))
-
-
-def _gathered(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    if group is None and process_count() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return any(together(lambda: value))
 
 
 def through_main(
@@ -39,36 +33,23 @@ def through_main(
 
     `meanwhile` runs in the other processes, for collective work inside `make`. An error is raised in all of them.
     """
-    values, parts, failure = _gathered(value), None, None
-    if process_count() == 1:
+    values = together(lambda: value)
+    if len(values) == 1:
         return make(values)[0]
-    if dist.get_rank() == 0:
-        try:
-            parts = list(make(values))
-        except Exception as error:
-            failure = error
-    elif meanwhile is not None:
-        meanwhile()
-    raise_in_all(failure)
+    parts: list[_R] = []
+
+    def act() -> None:
+        if dist.get_rank() == 0:
+            parts.extend(make(values))
+        elif meanwhile is not None:
+            meanwhile()
+
+    together(act)
     answer: list[Any] = [None]
-    dist.scatter_object_list(answer, parts, src=0)
+    dist.scatter_object_list(answer, parts or None, src=0)
     return answer[0]
 
 
 def by_main(make: Callable[[], _R], *, meanwhile: Callable[[], None] | None = None) -> _R:
     """What `make` returns in the main process, in every process; see `through_main`."""
     return through_main(None, lambda values: [make()] * len(values), meanwhile=meanwhile)
-
-
-def raise_in_all(failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise an error of any process in every process of the group (None: all). All of them must call it."""
-    # A builtin type that takes a text: other processes may not be able to build the error itself.
-    kinds = (ConnectionError, PermissionError, ValueError, RuntimeError)
-    kind = next((kind for kind in kinds if isinstance(failure, kind)), RuntimeError)
-    failures = _gathered(None if failure is None else (kind, str(failure)), group)
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(failures):
-        if other is not None:
-            kind, text = other
-            raise kind(f"in process {rank}: {text}")
