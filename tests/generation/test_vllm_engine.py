@@ -19,7 +19,7 @@ from trl.experimental.agents import Endpoint
 from trl.generation.engine import Sampling
 from trl.generation.live import Request
 from trl.generation.vllm import backend
-from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
+from trl.generation.vllm.engine import VLLMEngine
 
 INSTALLED = find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is an extra: `make test-vllm` installs it apart")
@@ -121,7 +121,7 @@ def stand_in(monkeypatch):
 
 
 def test_requests_say_what_the_sampling_says(stand_in):
-    engine = VLLMEngine(model(), settings=VLLMSettings(context_length=16, regex="[0-9]+"))
+    engine = VLLMEngine(model(), context_length=16, regex="[0-9]+")
     sampling = Sampling(
         max_new_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2, min_new_tokens=2,
         stop_token_ids=(7, 3), stop_strings=("end",), seed=1,
@@ -149,7 +149,7 @@ def test_requests_say_what_the_sampling_says(stand_in):
 
 def test_weights_are_sent_when_they_changed(stand_in):
     policy = model()
-    engine = VLLMEngine(policy, settings=VLLMSettings(sleeps=True))
+    engine = VLLMEngine(policy, sleeps=True)
     engine.sync_weights(policy, 0)
     engine.sync_weights(policy, 0)
     assert [call[0] for call in stand_in] == ["made", "reload_weights", "reset", "sleep"]
@@ -163,7 +163,7 @@ def test_weights_are_sent_when_they_changed(stand_in):
 
 def test_requests_join_and_leave_between_vllms_steps(stand_in):
     policy, heard = model(), []
-    engine = VLLMEngine(policy, settings=VLLMSettings(sleeps=True))
+    engine = VLLMEngine(policy, sleeps=True)
     engine.sync_weights(policy, 0)
     sampling = Sampling(max_new_tokens=3, seed=1, stop_token_ids=())
     with engine.live() as live:
@@ -187,7 +187,7 @@ def test_requests_join_and_leave_between_vllms_steps(stand_in):
 
 
 def test_agents_talk_to_vllm(stand_in):
-    engine = VLLMEngine(model(), settings=VLLMSettings(context_length=32))
+    engine = VLLMEngine(model(), context_length=32)
     with Endpoint(engine, tokenizer(), sampling=Sampling(max_new_tokens=3, seed=0)) as endpoint:
         session = endpoint.session()
         client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
@@ -243,7 +243,7 @@ def test_a_missing_package_is_named():
 
 def test_a_copy_cannot_be_split_over_more_processes_than_there_are(stand_in):
     with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2"):
-        VLLMEngine(model(), settings=VLLMSettings(parallel=2))
+        VLLMEngine(model(), parallel=2)
 
 
 # ---- with vLLM itself

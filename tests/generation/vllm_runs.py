@@ -19,7 +19,7 @@ from trl.experimental.agents import Endpoint
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.client import VLLMClient
-from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
+from trl.generation.vllm.engine import VLLMEngine
 from trl.generation.vllm.server_engine import VLLMServerEngine
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7]] * 4
@@ -50,9 +50,9 @@ def adapted() -> Any:
     return get_peft_model(model(), settings)
 
 
-def compared(policy: Any, settings: VLLMSettings) -> dict[str, Any]:
+def compared(policy: Any, context_length: int | None = None) -> dict[str, Any]:
     """vLLM and the embedded engine about one policy, before and after its weights change."""
-    vllm, own = VLLMEngine(policy, settings=settings), TransformersEngine(policy)
+    vllm, own = VLLMEngine(policy, context_length=context_length), TransformersEngine(policy)
     greedy = Sampling(max_new_tokens=10, do_sample=False, stop_token_ids=())
     vllm.sync_weights(policy, 0)
     pairs = [(vllm.generate(PROMPTS, greedy), own.generate(PROMPTS, greedy))]
@@ -113,7 +113,7 @@ def shared() -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     policy, rank = model(), dist.get_rank()
-    vllm = VLLMEngine(policy, settings=VLLMSettings(parallel=2))
+    vllm = VLLMEngine(policy, parallel=2)
     vllm.sync_weights(policy, 0)
     greedy = Sampling(max_new_tokens=8, do_sample=False, stop_token_ids=())
     own = PROMPTS[: 2 + rank]
@@ -182,8 +182,8 @@ def served() -> dict[str, Any]:
 KINDS = {
     "served": served,
     "sharing": sharing,
-    "plain": lambda: compared(model(), VLLMSettings(context_length=48)),
-    "adapted": lambda: compared(adapted(), VLLMSettings()),
+    "plain": lambda: compared(model(), 48),
+    "adapted": lambda: compared(adapted()),
     "trained": trained,
     "shared": shared,
 }

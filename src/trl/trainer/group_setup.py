@@ -26,7 +26,7 @@ from trl.generation.teacher_servers import served_teacher
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.requests import stop_tokens
 from trl.generation.vllm.backend import check_vllm
-from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
+from trl.generation.vllm.engine import VLLMEngine
 from trl.generation.vllm.server_engine import Served, VLLMServerEngine, served_of
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
@@ -176,15 +176,16 @@ def engine_of(
     parts = {"tokenizer": policy.tokenizer, "accelerator": accelerator}
     if not args.use_vllm:
         return TransformersEngine(model, gather_zero3=args.ds3_gather_for_generation, **parts)
-    settings = VLLMSettings(
+    return VLLMEngine(
+        model,
         memory=args.vllm_gpu_memory_utilization,
         context_length=getattr(args, "vllm_max_model_length", None),
         implementation=args.vllm_model_impl,
         sleeps=args.vllm_enable_sleep_mode,
         regex=args.vllm_guided_decoding_regex,
         parallel=args.vllm_tensor_parallel_size,
+        **parts,
     )
-    return VLLMEngine(model, settings=settings, **parts)
 
 
 def reference_of(

@@ -2,12 +2,11 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from operator import itemgetter
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -15,10 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedTokenizerBase
 
+from trl.checkpoints.progress import together
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
-from trl.generation.live import Listener, Live, Scored, check_alone
+from trl.generation.live import Live, Scored, check_alone
 from trl.generation.live import Request as LiveRequest
-from trl.generation.main_process import any_process, process_count, raise_in_all
+from trl.generation.main_process import any_process, process_count
 from trl.generation.serving.connection import Json
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
 from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
@@ -30,6 +30,8 @@ from trl.models.parts import causal_core
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from vllm import LLM  # pyright: ignore
+
+    from trl.generation.vllm.server_engine import ServedSteps
 
 _SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
 
@@ -65,8 +67,9 @@ class PolicyCopy(ABC):
     def _send(self, parts: WeightParts) -> None:
         """Send these weights to the copy."""
 
-    def _agree(self, failure: Exception | None) -> None:
-        raise_in_all(failure)
+    def _in_all(self, act: Callable[[], None]) -> None:
+        """Do it, and raise an error of any process that generates at the same time."""
+        together(act)
 
     def forget(self) -> None:
         """Send the weights again at the next `sync_weights`, for example after loading others."""
@@ -80,12 +83,8 @@ class PolicyCopy(ABC):
         Each request has its own seed, derived from the seed and its stream; rounding may depend on the batch. Raises:
         ValueError (in all processes that generate together), RuntimeError for aborted completions.
         """
-        requests, failure = [], None
-        try:
-            requests = self.requests(prompts, sampling, streams, limits)
-        except Exception as error:
-            failure = error
-        self._agree(failure)
+        requests: list[Request] = []
+        self._in_all(lambda: requests.extend(self.requests(prompts, sampling, streams, limits)))
         return [self.generated(answer, sampling) for answer in self._completed(requests)]
 
     def requests(self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers) -> list[Request]:
@@ -155,37 +154,10 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
     return settings
 
 
-@dataclass(frozen=True, slots=True)
-class VLLMSettings:
-    """Settings of vLLM.
-
-    `memory`: its share of the device's memory in (0, 1]. `parallel`: number of processes that share one copy (tensor
-    parallelism). `context_length`: maximum of prompt and completion tokens (None: the model's). `implementation`: the
-    model's code, `"vllm"` or `"transformers"`. `sleeps`: release memory between generations (GPUs).
-    """
-
-    memory: float = 0.3
-    parallel: int = 1
-    context_length: int | None = None
-    implementation: str = "vllm"
-    sleeps: bool = False
-    regex: str | None = None
-
-
-class CopySteps(Protocol):
-    """Requests to a copy of the policy that come and go: `Steps`, or those of a server."""
-
-    @property
-    def busy(self) -> bool: ...
-    def submit(self, request: Request, listener: Listener | None = None) -> int: ...
-    def cancel(self, request: int) -> None: ...
-    def step(self) -> dict[int, Answer]: ...
-
-
 class LiveCopy:
     """A `Live` engine over the `steps` of a copy of the policy."""
 
-    def __init__(self, copy: PolicyCopy, steps: CopySteps) -> None:
+    def __init__(self, copy: PolicyCopy, steps: "Steps | ServedSteps") -> None:
         self.copy, self.steps = copy, steps
         self._sampling: dict[int, Sampling] = {}
         self._early: dict[int, Answer] = {}  # to requests that ended while a prompt was scored
@@ -228,22 +200,28 @@ class LiveCopy:
 
 
 class VLLMEngine(PolicyCopy):
-    """Completions by vLLM in this process: one copy of the policy for each `settings.parallel` processes.
+    """Completions by vLLM in this process: one copy of the policy for each `parallel` processes.
 
     The copy is built from the policy's config and tokenizer, and gets its weights from `sync_weights`. Processes that
-    share a copy must call `generate` together, with any number of requests each. Raises: ImportError without vLLM,
-    ValueError if `parallel` does not divide the number of processes.
+    share a copy must call `generate` together, with any number of requests each. `memory` is its share of the device's
+    in (0, 1], released between generations with `sleeps` (GPUs); `context_length` the maximum of prompt and completion
+    tokens (None: the model's); `implementation` whose code of the model runs, `"vllm"` or `"transformers"`. Raises:
+    ImportError without vLLM, ValueError if `parallel` does not divide the number of processes.
     """
 
     def __init__(
         self, model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
-        accelerator: Accelerator | None = None, settings: VLLMSettings | None = None,
+        accelerator: Accelerator | None = None, context_length: int | None = None, regex: str | None = None,
+        memory: float = 0.3, parallel: int = 1, implementation: str = "vllm", sleeps: bool = False,
     ) -> None:  # fmt: skip
         check_vllm()
-        self.tokenizer, self.settings = tokenizer, settings or VLLMSettings()
-        length, regex = self.settings.context_length, self.settings.regex
-        super().__init__(model, accelerator=accelerator, context_length=length, regex=regex)
-        self._sharing = _sharing(self.settings.parallel)
+        super().__init__(model, accelerator=accelerator, context_length=context_length, regex=regex)
+        self.tokenizer, self.sleeps = tokenizer, sleeps
+        self._sharing = _sharing(parallel)
+        self._arguments = {
+            "gpu_memory_utilization": memory, "max_model_len": context_length, "model_impl": implementation,
+            "tensor_parallel_size": parallel, "enable_sleep_mode": sleeps,
+        }  # fmt: skip
         self._asleep = False
         self._llm: LLM | None = None
 
@@ -265,20 +243,14 @@ class VLLMEngine(PolicyCopy):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _agree(self, failure: Exception | None) -> None:
-        if self._sharing is not None:
-            raise_in_all(failure, self._sharing)
-        elif failure is not None:
-            raise failure
+    def _in_all(self, act: Callable[[], None]) -> None:
+        together(act, self._sharing) if self._sharing is not None else act()
 
     def _completed(self, requests: list[Request]) -> list[Answer]:
         count, first = len(requests), 0
         if self._sharing is not None:
-            import torch.distributed as dist
-
-            parts: list[Any] = [None] * self.settings.parallel
-            dist.all_gather_object(parts, requests, group=self._sharing)
-            first = sum(map(len, parts[: dist.get_rank(self._sharing)]))
+            parts = together(lambda: requests, self._sharing)
+            first = sum(map(len, parts[: torch.distributed.get_rank(self._sharing)]))
             requests = [request for part in parts for request in part]
         if not requests:
             return []
@@ -300,7 +272,7 @@ class VLLMEngine(PolicyCopy):
         try:
             yield llm
         finally:
-            if self.settings.sleeps:
+            if self.sleeps:
                 llm.sleep(level=1)
                 self._asleep = True
 
@@ -317,10 +289,7 @@ class VLLMEngine(PolicyCopy):
                 self.tokenizer.save_pretrained(folder)
             return LLM(
                 model=folder, skip_tokenizer_init=self.tokenizer is None, load_format="dummy",
-                dtype=str(dtype).removeprefix("torch."), max_model_len=self.settings.context_length,
-                gpu_memory_utilization=self.settings.memory, model_impl=self.settings.implementation,
-                enable_sleep_mode=self.settings.sleeps, tensor_parallel_size=self.settings.parallel,
-                logprobs_mode="processed_logprobs", seed=0,
+                dtype=str(dtype).removeprefix("torch."), logprobs_mode="processed_logprobs", seed=0, **self._arguments,
                 distributed_executor_backend="external_launcher" if launched else None,
             )  # fmt: skip
 
