@@ -15,18 +15,29 @@ from trl.models.step_state import load_step_state, moments_state, save_step_stat
 from trl.models.value_wrapper import under_module_names
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
 from trl.options.shared import changed_settings
+from trl.reporting.model_card import HERE, Paper, card_of_run
 from trl.reporting.run_events import RunEvents
 from trl.reporting.step_statistics import stats_to_np, step_statistics, tracker_logs
 from trl.tensors.moments import RunningMoments, moments, over_processes
-from trl.trainer import ppo_setup
 from trl.trainer.callbacks.run_report import begin, log_facts
 from trl.trainer.ppo_config import PPOConfig
+
+_CITATION = """@article{ziegler2019finetuning,
+    title   = {Fine-Tuning Language Models from Human Preferences},
+    author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec and
+               Amodei, Dario and Christiano, Paul and Irving, Geoffrey},
+    journal = {arXiv preprint arXiv:1909.08593},
+    year    = {2019}
+}"""
+_FACTS = ("learning_rate", "batch_size", "mini_batch_size", "ppo_epochs", "init_kl_coef", "kl_penalty", "seed")
 
 
 class SavedPolicy:
     """Saves and publishes the policy and the state of a step-level loop."""
 
     _tag_names: ClassVar[tuple[str, ...]]
+    _name = "PPO"
+    _paper = Paper("Fine-Tuning Language Models from Human Preferences", "1909.08593", _CITATION)
     config: PPOConfig
     accelerator: Accelerator
     model: Any
@@ -108,8 +119,11 @@ class SavedPolicy:
     def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
         """Write a model card, `README.md`, into the folder `path`."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        base, name = getattr(model.config, "_name_or_path", None) or None, model_name or Path(path).name
-        card = ppo_setup.model_card(self.config, base, name, tags=[*self._tag_names], steps=self.current_step)
+        facts = {name: getattr(self.config, name) for name in _FACTS} | {"steps": self.current_step}
+        card = card_of_run(
+            self, base_model=getattr(model.config, "_name_or_path", None) or None, hub_model_id=HERE,
+            model_name=model_name or Path(path).name, dataset_name=None, tags=None, training_facts=facts,
+        )  # fmt: skip
         Path(path).mkdir(parents=True, exist_ok=True)
         card.save(Path(path) / "README.md")
 

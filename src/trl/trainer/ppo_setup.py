@@ -27,18 +27,8 @@ from trl.models.value_head import (
     ModelWithValueHead,
 )
 from trl.models.value_wrapper import PreTrainedModelWrapper
-from trl.reporting.model_card import HERE, generate_model_card
-from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url, start_trackers
+from trl.reporting.trackers import start_trackers
 from trl.trainer.ppo_config import PPOConfig
-
-_CITATION = """@article{ziegler2019finetuning,
-    title   = {Fine-Tuning Language Models from Human Preferences},
-    author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec and
-               Amodei, Dario and Christiano, Paul and Irving, Geoffrey},
-    journal = {arXiv preprint arXiv:1909.08593},
-    year    = {2019}
-}"""
-_FACTS = ("learning_rate", "batch_size", "mini_batch_size", "ppo_epochs", "init_kl_coef", "kl_penalty", "seed")
 
 
 def check_parts(config: object, model: object, tokenizer: object, unknown: Mapping[str, object]) -> None:
@@ -199,21 +189,3 @@ def check_optimiser(
         )
     fused = all(weight.is_floating_point() and weight.device.type in ("cpu", "cuda") for weight in trained)
     return torch.optim.Adam(trained, lr=learning_rate, fused=fused)
-
-
-def model_card(config: PPOConfig, base_model: str | None, model_name: str, *, tags: list[str], steps: int) -> Any:
-    """The model card of a policy after so many steps."""
-    return generate_model_card(
-        base_model=base_model,
-        model_name=model_name,
-        hub_model_id=HERE,
-        dataset_name=None,
-        tags=tags,
-        wandb_url=get_wandb_run_url(),
-        comet_url=get_comet_experiment_url(),
-        trainer_name="PPO",
-        trainer_citation=_CITATION,
-        paper_title="Fine-Tuning Language Models from Human Preferences",
-        paper_id="1909.08593",
-        training_facts={name: getattr(config, name) for name in _FACTS} | {"steps": steps},
-    )
