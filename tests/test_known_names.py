@@ -363,7 +363,7 @@ def test_parts_of_the_server():
     from trl.scripts.vllm_serve import ScriptArguments, chunk_list, get_open_port, sanitize_logprob
 
     assert ScriptArguments(model="m").port == 8000
-    with pytest.raises(ValueError, match="data_parallel_size must be 1, got 2"):
+    with pytest.raises(ValueError, match=r"data_parallel_size must be a whole number in \[1, 1\], got 2"):
         ScriptArguments(model="m", data_parallel_size=2)
     assert chunk_list([1, 2, 3], 4) == [[1], [2], [3], []]
     assert sanitize_logprob(SimpleNamespace(logprob=-1.0)) == -1.0

@@ -165,7 +165,7 @@ def _kind(item: dataclasses.Field, hint: object) -> Kind:
     choices = item.metadata.get("choices", () if str in members else words)
     is_ours = item.name not in _INHERITED_NAMES
     choices = choices if is_ours and choices and "help" in item.metadata else ()
-    is_json = is_ours and str in members and any(get_origin(member) is dict for member in members)
+    is_json = is_ours and str in members and not lists and any(get_origin(member) is dict for member in members)
     return Kind(item, None if number is None else _READERS[number], is_list, type(None) in members, choices, is_json)
 
 

@@ -41,9 +41,6 @@ class DiffusionOptions(LoopOptions):
     log_format: Literal["auto", "lines", "dict"] = same(TrainingDefaults, "log_format")
     push_to_hub: bool = option(False, "Upload the model at the end. Read by scripts only.")
 
-    def __post_init__(self) -> None:
-        self.settle()
-
     def check(self) -> None:
         """Raise on bad values."""
         super().check()

@@ -72,7 +72,7 @@ def _field(default: object, declared: Declaration, metadata: dict[str, object]) 
 class OptionGroup:
     """Base of all option groups: dataclass mixins that hold related fields and check them.
 
-    `settle`, called once by the config, checks what fields declare; `check`, which calls `super().check()`, the rest.
+    `settle`, called once for each config, checks what fields declare; `check`, which calls `super().check()`, the rest.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
@@ -82,6 +82,9 @@ class OptionGroup:
         if unknown := [name for name in options if name not in cls.__dataclass_fields__]:
             _refuse_unknown(cls, cls.__init__, unknown)
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self.settle()
 
     def check(self) -> None:
         """Raise on bad values and bring good ones into their final form."""

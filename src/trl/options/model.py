@@ -71,6 +71,3 @@ class ModelConfig(QuantizationOptions, LoraOptions, ModelSource):
     """
 
     torch_dtype: str | None = moved(to="dtype", choices=DTYPES)
-
-    def __post_init__(self) -> None:
-        self.settle()

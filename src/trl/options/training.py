@@ -134,7 +134,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         enabled = next((x for x in (getattr(self, name, None) for name in names) if x is not None), False)
         kwargs = next((x for x in (getattr(self, f"{name}_kwargs", None) for name in names) if x), None)
         self.set_checkpointing(enabled, kwargs)
-        super().__post_init__()
+        TrainingArguments.__post_init__(self)
         if self.device.type == "cpu" and (self.fp16 or self.fp16_full_eval):
             # accelerate would compute in float32
             raise ValueError("fp16 needs a GPU, and this run is on a CPU. Set bf16 in its place, or leave it out.")

@@ -32,9 +32,6 @@ class LoadedModel(QuantizationOptions, ModelSource):
 
     command: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        self.settle()
-
     def check(self) -> None:
         super().check()
         if not self.model_name_or_path:

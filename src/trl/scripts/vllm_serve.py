@@ -4,15 +4,18 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Literal
 
 from trl._lazy import attach
-from trl.generation.vllm.backend import ServedModel, check_vllm
+from trl.generation.serving.connection import check_token_source, needing_address, server_token, until_told
+from trl.generation.vllm.backend import BackendDied, ServedModel, VLLMBackend, check_vllm
 from trl.options.groups import option
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, reporting_input_errors, run_script
 
+logger = logging.getLogger(__name__)
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
@@ -21,13 +24,8 @@ class ServeArguments(ServedModel):
     """The model, how vLLM runs it, and where the server listens."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 lets others in, with TRL_VLLM_SERVER_TOKEN.")
-    port: int = option(8000, "Port to listen on.")
+    port: int = option(8000, "Port to listen on.", "[1, 65535]")
     log_level: Literal["debug", "info", "warning", "error", "critical"] = option("info", "Level of logs.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.port < 65536:
-            raise ValueError(f"port must be from 1 to 65535, got {self.port}.")
 
 
 def make_parser() -> TrlParser:
@@ -44,20 +42,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(arguments: ServeArguments) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises: CommandError without vLLM or the token, or if the address is taken."""
-    from trl.generation.serving.connection import CannotServe, check_token_source
+    """Load the model and answer requests until SIGTERM or Ctrl-C.
 
+    Raises: CommandError without vLLM or the token, if the address is taken, or if vLLM cannot run the model or ends
+    (TRL_TRACEBACK=1 shows vLLM's own error).
+    """
     os.environ["VLLM_LOGGING_LEVEL"] = arguments.log_level.upper()
     logging.getLogger("trl").setLevel(arguments.log_level.upper())
-    with reporting_input_errors():
+    host, port = arguments.host, arguments.port
+    with reporting_input_errors(), until_told(), ExitStack() as stack:
         check_vllm("trl vllm-serve")
-        check_token_source(arguments.host)
-        from trl.generation.vllm.server import run_server
-    served = {item.name: getattr(arguments, item.name) for item in fields(ServedModel)}
-    try:
-        run_server(ServedModel(**served), arguments.host, arguments.port)
-    except CannotServe as error:
-        raise CommandError(str(error)) from error
+        check_token_source(host)
+        from trl.generation.serving.app import GenerationServer
+
+        with needing_address(host, port):
+            server = stack.enter_context(closing(GenerationServer(host, port)))
+        try:
+            backend = stack.enter_context(closing(VLLMBackend(arguments)))
+        except Exception as error:
+            raise CommandError(f"vLLM could not load {arguments.model}: {error} See its log above.") from error
+        # Another one may have begun to listen meanwhile.
+        with needing_address(host, port):
+            server.listen()
+        # The port is this server's: the file is named after it, and would replace that of another.
+        token = stack.enter_context(server_token(host, port))
+        logger.info("Serving %s on http://%s:%d", arguments.model, host, port)
+        try:
+            server.serve(backend, token=token)
+        except BackendDied as error:
+            raise CommandError(str(error)) from error
 
 
 if __name__ == "__main__":

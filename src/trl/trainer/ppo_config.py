@@ -203,7 +203,7 @@ class PPOConfig(LoopOptions, PPOOptions):
     global_batch_size: int | None = option(None, "batch_size of all processes. Set by the trainer.")
 
     def __post_init__(self) -> None:
-        self.settle()
+        super().__post_init__()
         default = type(self).mini_batch_size
         if self.batch_size < self.mini_batch_size == default:
             self.mini_batch_size = max(self.batch_size // self.gradient_accumulation_steps, 1)

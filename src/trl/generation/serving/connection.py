@@ -22,10 +22,6 @@ logger = logging.getLogger(__name__)
 VARIABLE = "TRL_VLLM_SERVER_TOKEN"
 
 
-class CannotServe(ValueError):
-    """A server cannot start or go on; the message says why and what to do."""
-
-
 class Told(BaseException):
     """The process was told to end. No `Exception`, so that vLLM passes it on."""
 
@@ -53,12 +49,12 @@ def until_told() -> Iterator[None]:
 
 @contextmanager
 def needing_address(host: str, port: int) -> Iterator[None]:
-    """Raises: CannotServe if nothing can listen on the address in the block."""
+    """Raises: ValueError if nothing can listen on the address in the block."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise CannotServe(f"Nothing can listen on {host}:{port}: {reason}. Choose another --port.") from error
+        raise ValueError(f"Nothing can listen on {host}:{port}: {reason}. Choose another --port.") from error
 
 
 def token_file(port: int) -> Path:
@@ -85,7 +81,7 @@ def check_token_source(host: str) -> None:
 def server_token(host: str, port: int) -> Iterator[str]:
     """The token of a server on `host:port`: that of the environment, or a new one, in a private file inside the block.
 
-    Raises: ValueError as `check_token_source`, CannotServe for a file that cannot be written.
+    Raises: ValueError as `check_token_source`, and for a file that cannot be written.
     """
     check_token_source(host)
     if (token := _from_environment()) is not None:
@@ -99,7 +95,7 @@ def server_token(host: str, port: int) -> Iterator[str]:
             stream.write(token)
         aside.replace(file)
     except OSError as error:
-        raise CannotServe(f"The token cannot be written to {file}: {error}. Set {VARIABLE}.") from error
+        raise ValueError(f"The token cannot be written to {file}: {error}. Set {VARIABLE}.") from error
     try:
         yield token
     finally:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trl.generation.serving.connection import Json
-from trl.options.checks import check_numbers
-from trl.options.groups import option
+from trl.options.groups import OptionGroup, option
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,13 +41,13 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
-class ServedModel:
+class ServedModel(OptionGroup):
     """Arguments of `vllm.LLM`, with their names there."""
 
     model: str = field(metadata={"help": "Folder or Hub name of the model."})
     revision: str | None = option(None, "Branch, tag or commit of the model. By default the default branch.")
     tensor_parallel_size: int = option(1, "Number of GPUs over which the model is split.", ">= 1")
-    data_parallel_size: int = option(1, "Only 1: for more copies of the model, start more servers.")
+    data_parallel_size: int = option(1, "Only 1: for more copies of the model, start more servers.", "[1, 1]")
     gpu_memory_utilization: float = option(0.9, "Share of each device's memory that vLLM uses.", "(0, 1]")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "Dtype; `auto` is the checkpoint's.")
     max_model_len: int | None = option(None, "Longest prompt and completion. None: the model's.", ">= 1")
@@ -57,11 +56,6 @@ class ServedModel:
     kv_cache_dtype: str = option("auto", "Dtype of the key-value cache; `fp8` saves memory.")
     trust_remote_code: bool = option(False, "Run the model's own code from its repository.")
     vllm_model_impl: Literal["vllm", "transformers", "auto"] = option("vllm", "Whose code of the model runs.")
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        if self.data_parallel_size != 1:
-            raise ValueError(f"data_parallel_size must be 1, got {self.data_parallel_size}: start servers.")
 
 
 class NoChannel(RuntimeError):
