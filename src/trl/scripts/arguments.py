@@ -35,18 +35,12 @@ class ScriptArguments(OptionGroup):
     gradient_checkpointing_use_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
     ignore_bias_buffers: bool = option(False, "Do not synchronise boolean buffers (attention masks).")
 
-    def __post_init__(self) -> None:
-        self.settle()
-
 
 @dataclass
 class ColumnMapping(OptionGroup):
     """Names that columns get before training."""
 
     column_mapping: list[str] | None = option(None, "Columns to rename (a mapping in files).", metavar="OLD=NEW")
-
-    def __post_init__(self) -> None:
-        self.settle()
 
     def check(self) -> None:
         super().check()
@@ -69,19 +63,9 @@ class ColumnMapping(OptionGroup):
 
 @dataclass
 class CommandArguments(ColumnMapping, ScriptArguments):
-    """What every training command reads besides its config and `ModelConfig`."""
+    """What every training command reads besides its config and `ModelConfig`; that of many reads no more."""
 
     dry_run: bool = option(False, "Prepare the data, print changed settings, two rows and memory; then stop.")
-
-
-@dataclass
-class SFTScriptArguments(CommandArguments):
-    """What `trl sft` (and every command without options of its own) reads besides its config and `ModelConfig`."""
-
-
-@dataclass
-class RewardScriptArguments(CommandArguments):
-    """What `trl reward` reads besides `RewardConfig` and `ModelConfig`."""
 
 
 @dataclass
@@ -111,11 +95,5 @@ class RewardFunctions(CommandArguments):
         super().__post_init__()
 
 
-@dataclass
-class GRPOScriptArguments(RewardFunctions):
-    """What `trl grpo` reads besides `GRPOConfig` and `ModelConfig`."""
-
-
-@dataclass
-class RLOOScriptArguments(RewardFunctions):
-    """What `trl rloo` reads besides `RLOOConfig` and `ModelConfig`."""
+SFTScriptArguments = RewardScriptArguments = CommandArguments
+GRPOScriptArguments = RLOOScriptArguments = RewardFunctions

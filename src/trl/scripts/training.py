@@ -239,7 +239,7 @@ def training_command(name: str, module: str) -> tuple[Callable[..., "BaseTrainer
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
         prefix, description, others, needs, package = COMMANDS[name]
         config = getattr(import_module(f"{package}.{name.replace('-', '_')}_config"), f"{prefix}Config")
-        usual = RewardFunctions if others is rewards_or_judge else arguments.SFTScriptArguments
+        usual = RewardFunctions if others is rewards_or_judge else CommandArguments
         kind = getattr(arguments, f"{prefix}ScriptArguments", usual)
         types: Any = (kind, config, ModelConfig, DatasetMixtureConfig)
         if subparsers is not None:
