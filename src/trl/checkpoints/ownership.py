@@ -5,6 +5,7 @@ checkpoint that is being written and a file `lock`, which the system unlocks whe
 """
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -16,11 +17,6 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from trl.checkpoints.wholeness import CheckpointError
-
-try:
-    import fcntl
-except ImportError:  # Windows: nothing is locked, and the folders of other runs are left alone
-    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +34,7 @@ def _release_in_child() -> None:
     _held.clear()
 
 
-if fcntl is not None:
-    os.register_at_fork(after_in_child=_release_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def run_folder_name() -> str:
@@ -64,9 +59,7 @@ def owned(folder: Path, *, exclusive: bool = True) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> TextIO | None:
-    """The locked file `lock` of a folder; None where the system or the file system has no locks."""
-    if fcntl is None:
-        return None
+    """The locked file `lock` of a folder; None where the file system has no locks."""
     new = folder / f"{LOCK}.new"
     lock = new.open("w")
     try:
@@ -103,9 +96,7 @@ def clear(output_dir: Path, caller: str = "", *, alone: bool = True) -> None:
 
 
 def liveness(folder: Path) -> Literal["alive", "dead", "unknown"]:
-    """Whether the run of a folder is active; unknown without a lock file, or where the system has no locks."""
-    if fcntl is None:
-        return "unknown"
+    """Whether the run of a folder is active; unknown without a lock file, or on a file system without locks."""
     try:
         # NFS locks only files that are open for writing. Another user's may be readable only.
         with (folder / LOCK).open("r+" if os.access(folder / LOCK, os.W_OK) else "r") as lock:
