@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.preference import PAIR_LOSSES, check_losses
-from trl.options.checks import warn_unread
+from trl.options.checks import check_one_of, warn_unread
 from trl.options.groups import documented, option, same
 from trl.options.methods import PreferenceOptions, ReferencePolicy, ReferenceSync
 from trl.options.shared import PrefixSharingMode, shared
@@ -94,7 +94,8 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
         if isinstance(self.f_divergence_type, str):
-            self.f_divergence_type = _divergence(self.f_divergence_type)  # type: ignore[assignment]
+            check_one_of("f_divergence_type", self.f_divergence_type, [kind.value for kind in FDivergenceType])
+            self.f_divergence_type = FDivergenceType(self.f_divergence_type)  # type: ignore[assignment]
         check_losses(self.loss_type, self.loss_weights, self.pair_options())
         if "sft" not in self.loss_type and not self.rpo_alpha:
             require_beta(self.beta, *self.loss_type)
@@ -138,11 +139,3 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
             f_alpha=self.f_alpha_divergence_coef,
             discopop_tau=self.discopop_tau,
         )
-
-
-def _divergence(name: str) -> FDivergenceType:
-    try:
-        return FDivergenceType(name)
-    except ValueError:
-        known = ", ".join(repr(kind.value) for kind in FDivergenceType)
-        raise ValueError(f"f_divergence_type must be one of {known}, got {name!r}.") from None

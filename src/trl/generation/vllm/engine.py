@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from operator import itemgetter
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -30,8 +30,6 @@ from trl.models.parts import causal_core
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from vllm import LLM  # pyright: ignore
-
-    from trl.generation.vllm.server_engine import ServedSteps
 
 _SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
 
@@ -155,9 +153,9 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
 
 
 class LiveCopy:
-    """A `Live` engine over the `steps` of a copy of the policy."""
+    """A `Live` engine over the `steps` of a copy of the policy: `Steps`, or those of a server."""
 
-    def __init__(self, copy: PolicyCopy, steps: "Steps | ServedSteps") -> None:
+    def __init__(self, copy: PolicyCopy, steps: Any) -> None:
         self.copy, self.steps = copy, steps
         self._sampling: dict[int, Sampling] = {}
         self._early: dict[int, Answer] = {}  # to requests that ended while a prompt was scored

@@ -15,6 +15,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from trl.checkpoints.progress import SavesState
 from trl.models.distributed import is_sharded
 from trl.models.loading import cast_state, name_dtype, save_dtype
+from trl.models.switches import without_ddp
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class BEMACallback(SavesState):
             )
         if not state.is_world_process_zero:
             return
-        self.running_model = copy.deepcopy(_unwrapped(model)).to(self.device).eval()
+        self.running_model = copy.deepcopy(without_ddp(model)).to(self.device).eval()
         self._begin_at(model)
         if state.global_step > 0:
             self._resume(self.resumed_file(args, state))
@@ -132,10 +133,6 @@ class BEMACallback(SavesState):
             target[name].data.copy_(value)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-
-
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     """The model's trainable parameters, detached, by the names they have without DDP."""
-    return {name: p.detach() for name, p in _unwrapped(model).named_parameters() if p.requires_grad}
+    return {name: p.detach() for name, p in without_ddp(model).named_parameters() if p.requires_grad}
