@@ -1,6 +1,7 @@
 """The training commands: one table, and how a command loads its inputs and trains.
 
-A new command is a row of `COMMANDS`, a file of its name beside this one, and a row in `trl.cli.main`.
+A new command is a row of `COMMANDS`, a file of its name beside this one, and a row in `trl.cli.main`, which says what
+it does.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl.cli.main import COMMANDS as ALL_COMMANDS
 from trl.data.rendering import Json
 from trl.data.sources import DatasetMixtureConfig
 from trl.options.groups import unread_fields
@@ -130,7 +132,6 @@ class TrainingCommand(NamedTuple):
     """A command: `<prefix>Trainer` and `Config` of `package`, further arguments, and a part of its usage."""
 
     prefix: str
-    description: str
     others: Callable[[Any, ModelConfig], Others] = lambda script_args, model_args: {}
     needs: str = ""
     package: str = "trl.trainer"
@@ -163,40 +164,23 @@ def rewards_or_judge(script_args: RewardFunctions, model_args: ModelConfig) -> O
 
 _TEACHER, _REWARDS, _JUDGE = "--teacher_model_name_or_path TEACHER", "--reward_funcs REWARD ...", "--judge JUDGE"
 COMMANDS = {
-    "sft": TrainingCommand("SFT", "Supervised fine-tuning of a language model."),
-    "reward": TrainingCommand("Reward", "Reward modelling on preference pairs.", classifier_adapter),
-    "dpo": TrainingCommand("DPO", "Direct preference optimisation on preference pairs.",
-        lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path}),
-    "orpo": TrainingCommand("ORPO", "Odds-ratio preference optimisation on preference pairs; needs no reference."),
-    "cpo": TrainingCommand("CPO", "Contrastive preference optimisation on preference pairs; also SimPO."),
-    "kto": TrainingCommand("KTO", "Kahneman-Tversky optimisation on completions marked desirable or not."),
-    "bco": TrainingCommand("BCO", "Binary classifier optimisation on completions marked desirable or not."),
-    "prm": TrainingCommand("PRM", "Process reward modelling on solutions whose steps are marked right or wrong.",
-        partial(classifier_adapter, task_type="TOKEN_CLS")),
-    "gkd": TrainingCommand("GKD",
-        "Knowledge distillation: a student learns a teacher's distributions, on data or on its own completions.",
-        needs=_TEACHER),
-    "gold": TrainingCommand("GOLD",
-        "Knowledge distillation that also takes a teacher with another tokenizer (use_uld_loss).",
-        needs=_TEACHER, package="trl.experimental.gold"),
-    "distillation": TrainingCommand("Distillation",
-        "On-policy distillation: a student completes prompts and learns a teacher's distributions at its tokens.",
-        needs=_TEACHER),
-    "grpo": TrainingCommand("GRPO",
-        "Group relative policy optimisation: rewards of sampled completions, compared within the group of a prompt.",
-        rewards, _REWARDS),
-    "online-dpo": TrainingCommand("OnlineDPO",
-        "Online DPO: a judge or a reward compares sampled completions, and DPO learns from the pairs.",
-        rewards_or_judge, _JUDGE),
-    "nash-md": TrainingCommand("NashMD",
-        "Nash-MD: policy gradient on the preference for the policy over a mixture with its reference.",
-        rewards_or_judge, _JUDGE),
-    "xpo": TrainingCommand("XPO", "XPO: online DPO against the reference's completions, with optimism.",
-        rewards_or_judge, _JUDGE),
-    "rloo": TrainingCommand("RLOO",
-        "REINFORCE leave-one-out: the baseline is the mean reward of the other completions of a prompt.",
-        rewards, _REWARDS),
-}  # fmt: skip
+    "sft": TrainingCommand("SFT"),
+    "reward": TrainingCommand("Reward", classifier_adapter),
+    "dpo": TrainingCommand("DPO", lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path}),
+    "orpo": TrainingCommand("ORPO"),
+    "cpo": TrainingCommand("CPO"),
+    "kto": TrainingCommand("KTO"),
+    "bco": TrainingCommand("BCO"),
+    "prm": TrainingCommand("PRM", partial(classifier_adapter, task_type="TOKEN_CLS")),
+    "gkd": TrainingCommand("GKD", needs=_TEACHER),
+    "gold": TrainingCommand("GOLD", needs=_TEACHER, package="trl.experimental.gold"),
+    "distillation": TrainingCommand("Distillation", needs=_TEACHER),
+    "grpo": TrainingCommand("GRPO", rewards, _REWARDS),
+    "online-dpo": TrainingCommand("OnlineDPO", rewards_or_judge, _JUDGE),
+    "nash-md": TrainingCommand("NashMD", rewards_or_judge, _JUDGE),
+    "xpo": TrainingCommand("XPO", rewards_or_judge, _JUDGE),
+    "rloo": TrainingCommand("RLOO", rewards, _REWARDS),
+}
 
 
 def method_parser(name: str, prog: str) -> TrlParser:
@@ -237,20 +221,21 @@ def training_command(name: str, module: str) -> tuple[Callable[..., "BaseTrainer
 
     def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
-        prefix, description, others, needs, package = COMMANDS[name]
+        prefix, others, needs, package = COMMANDS[name]
         config = getattr(import_module(f"{package}.{name.replace('-', '_')}_config"), f"{prefix}Config")
         usual = RewardFunctions if others is rewards_or_judge else CommandArguments
         kind = getattr(arguments, f"{prefix}ScriptArguments", usual)
         types: Any = (kind, config, ModelConfig, DatasetMixtureConfig)
+        summary = ALL_COMMANDS[name].help
         if subparsers is not None:
-            return subparsers.add_parser(name, help=description, dataclass_types=types)
+            return subparsers.add_parser(name, help=summary, dataclass_types=types)
         words = ["trl", name, "--model_name_or_path MODEL --dataset_name DATASET", needs, "[options]"]
         indent = " " * len(f"usage: trl {name} ")
         return TrlParser(
             types,
             prog=f"trl {name}",
             usage=textwrap.fill(" ".join(filter(None, words)), width=72, subsequent_indent=indent),
-            description=description,
+            description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=LAUNCHING,
         )
 
