@@ -60,11 +60,10 @@ The run on {{ name }}: [{{ url }}]({{ url }})
 
 
 class Paper(NamedTuple):
-    """The paper of a method; `citation` is BibTeX (without it: made of title and arXiv id)."""
+    """The paper of a method, of which a card's BibTeX is made."""
 
     title: str
     arxiv: str
-    citation: str | None = None
 
 
 _PAPER = """@misc{{arxiv-{id},
@@ -181,7 +180,7 @@ def card_of_run(trainer: Any, *, tags: str | list[str] | None, **facts: Any) -> 
     if isinstance(paper, dict):  # of a subclass written for TRL: `title`, `id` and `citation`, all optional
         title, arxiv, citation = map(paper.get, ("title", "id", "citation"))
     else:
-        title, arxiv, citation = paper or (None, None, None)
+        title, arxiv, citation = *(paper or (None, None)), None
     return generate_model_card(
         tags=list(dict.fromkeys([*trainer._tag_names, *more])), wandb_url=get_wandb_run_url(),
         comet_url=get_comet_experiment_url(), trainer_name=trainer._name, trainer_citation=citation,

@@ -15,12 +15,6 @@ from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
-_CITATION = """@article{prabhudesai2023aligning,
-    title   = {Aligning Text-to-Image Diffusion Models with Reward Backpropagation},
-    author  = {Prabhudesai, Mihir and Goyal, Anirudh and Pathak, Deepak and Fragkiadaki, Katerina},
-    journal = {arXiv preprint arXiv:2310.03739},
-    year    = {2023}
-}"""
 HIGHEST_SCORE = 10.0  # of the aesthetic scorer; no gradient depends on it
 
 
@@ -38,7 +32,7 @@ class AlignPropTrainer(DiffusionTrainer):
 
     _name = "AlignProp"
     _tag_names: ClassVar[list[str]] = ["trl", "alignprop", *TAGS]
-    _paper = Paper("Aligning Text-to-Image Diffusion Models with Reward Backpropagation", "2310.03739", _CITATION)
+    _paper = Paper("Aligning Text-to-Image Diffusion Models with Reward Backpropagation", "2310.03739")
     _config_class: ClassVar[Any] = AlignPropConfig
 
     def step(self, epoch: int, global_step: int) -> int:

@@ -26,13 +26,6 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 Batch = tuple[Tensor, tuple[str, ...], tuple[Any, ...]]
 """Images, prompts, metadata."""
 
-_CITATION = """@article{black2023training,
-    title   = {Training Diffusion Models with Reinforcement Learning},
-    author  = {Black, Kevin and Janner, Michael and Du, Yilun and Kostrikov, Ilya and Levine, Sergey},
-    journal = {arXiv preprint arXiv:2305.13301},
-    year    = {2023}
-}"""
-
 
 class Images(NamedTuple):
     """The images of an epoch: those of a process, batch after batch."""
@@ -68,7 +61,7 @@ class DDPOTrainer(DiffusionTrainer):
 
     _name = "DDPO"
     _tag_names: ClassVar[list[str]] = ["trl", "ddpo", *TAGS]
-    _paper = Paper("Training Diffusion Models with Reinforcement Learning", "2305.13301", _CITATION)
+    _paper = Paper("Training Diffusion Models with Reinforcement Learning", "2305.13301")
     _config_class: ClassVar[Any] = DDPOConfig
 
     def set_up(self) -> None:

@@ -22,13 +22,6 @@ from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.trainer.callbacks.run_report import begin, log_facts
 from trl.trainer.ppo_config import PPOConfig
 
-_CITATION = """@article{ziegler2019finetuning,
-    title   = {Fine-Tuning Language Models from Human Preferences},
-    author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec and
-               Amodei, Dario and Christiano, Paul and Irving, Geoffrey},
-    journal = {arXiv preprint arXiv:1909.08593},
-    year    = {2019}
-}"""
 _FACTS = ("learning_rate", "batch_size", "mini_batch_size", "ppo_epochs", "init_kl_coef", "kl_penalty", "seed")
 
 
@@ -37,7 +30,7 @@ class SavedPolicy:
 
     _tag_names: ClassVar[tuple[str, ...]]
     _name = "PPO"
-    _paper = Paper("Fine-Tuning Language Models from Human Preferences", "1909.08593", _CITATION)
+    _paper = Paper("Fine-Tuning Language Models from Human Preferences", "1909.08593")
     config: PPOConfig
     accelerator: Accelerator
     model: Any

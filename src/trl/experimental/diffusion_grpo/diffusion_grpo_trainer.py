@@ -24,14 +24,6 @@ from trl.rollouts.token_counts import BUCKETS, METRIC, token_ledger
 from trl.trainer.ddpo_trainer import Batch, DDPOTrainer, Images
 from trl.trainer.diffusion_trainer import TAGS, ImageHook
 
-_CITATION = """@article{liu2025flowgrpo,
-    title   = {Flow-GRPO: Training Flow Matching Models via Online RL},
-    author  = {Liu, Jie and Liu, Gongye and Liang, Jiajun and Li, Yangguang and Liu, Jiaheng and Wang, Xintao and
-               Wan, Pengfei and Zhang, Di and Ouyang, Wanli},
-    journal = {arXiv preprint arXiv:2505.05470},
-    year    = {2025}
-}"""
-
 
 class DiffusionGRPOTrainer(DDPOTrainer):
     """Trains a diffusion model by GRPO on groups of `num_generations` images; each denoising step is a token.
@@ -53,7 +45,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
 
     _name = "diffusion GRPO"
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", *TAGS]
-    _paper = Paper("Flow-GRPO: Training Flow Matching Models via Online RL", "2505.05470", _CITATION)
+    _paper = Paper("Flow-GRPO: Training Flow Matching Models via Online RL", "2505.05470")
     _config_class = DiffusionGRPOConfig
 
     def __init__(
