@@ -55,11 +55,11 @@ QWEN = Qwen3Config(
     num_key_value_heads=2, head_dim=32, eos_token_id=1,
 )  # fmt: skip
 SHAPES = {
-    "deep": Shape(llama(1024, 64, 6), 64, {"per_device_train_batch_size": 4}),
+    "deep": Shape(llama(1024, 64, 4), 32, {"per_device_train_batch_size": 4}),
     "wide": Shape(llama(1024, 256, 2), 48, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
     "vocabulary": Shape(llama(16384, 64, 2, tie_word_embeddings=True), 96, {"per_device_train_batch_size": 4}),
     "kept": Shape(llama(2048, 96, 3), 128, {"per_device_train_batch_size": 4, "gradient_checkpointing": False}),
-    "lora": Shape(llama(2048, 128, 3), 96, {"per_device_train_batch_size": 4, "bf16": True}, LORA),
+    "lora": Shape(llama(2048, 128, 3), 48, {"per_device_train_batch_size": 4, "bf16": True}, LORA),
     "half": Shape(QWEN, 64, {"per_device_train_batch_size": 8, "weights": "bf16+residual"}),
 }
 
