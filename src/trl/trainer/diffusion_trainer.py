@@ -98,9 +98,8 @@ class DiffusionTrainer:
         self._trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         if not self._trained:
             raise ValueError("get_trainable_layers returned no parameter that requires a gradient. Unfreeze some.")
-        if self.accelerator.num_processes > 1:
-            for parameter in self._trained:
-                parameter.data = broadcast(parameter.data)  # type: ignore[assignment]
+        for parameter in self._trained:
+            parameter.data = broadcast(parameter.data)  # type: ignore[assignment]
         set_seed(config.seed, device_specific=True)
         self.optimizer: Any = self.accelerator.prepare_optimizer(make_optimizer(self._trained, config))
         disable_dropout_in_model(self.policy.model)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
@@ -206,14 +207,12 @@ class IterativeSFTTrainer(SFTTrainer):
                 f"this call makes {updates} optimiser steps after {done}, expected at most "
                 f"max_steps={self.args.max_steps} in all. Set a larger max_steps, or give fewer rows."
             )
-        if self.accelerator.num_processes > 1:
-            local_count = torch.tensor([batches], device=self.args.device)
-            counts = self.accelerator.gather(local_count).tolist()  # type: ignore[union-attr]
-            if len(set(counts)) > 1:
-                raise ValueError(
-                    f"the processes have {counts} batches in this call, expected as many each. Give every process as "
-                    "many rows."
-                )
+        counts = gather_object([batches])
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the processes have {counts} batches in this call, expected as many each. Give every process as many "
+                "rows."
+            )
 
     def _check_rows(self, rows: Rows) -> None:
         if self._table is not None:

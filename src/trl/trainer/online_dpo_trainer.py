@@ -112,8 +112,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; the summary at the end has the judge's cost, summed over processes."""
         if self.method.judge is not None and "train_loss" in logs:
-            every = [self.method.judge.cost]
-            every = gather_object(every) if self.args.world_size > 1 else every
+            every = gather_object([self.method.judge.cost])
             logs.update({f"judge/{name}": sum(cost[name] for cost in every) for name in every[0]})
         super().log(logs, start_time)
 

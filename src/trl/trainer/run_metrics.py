@@ -45,9 +45,7 @@ class RunMetrics:
     def num_tokens(self) -> float:
         """Tokens trained on so far, over all processes, which must all call it."""
         seen: Any = torch.as_tensor(self.tokens_seen, device=self.accelerator.device)
-        if self.accelerator.num_processes > 1:
-            seen = self.accelerator.reduce(seen, reduction="sum")
-        return float(seen) / self.copies
+        return float(self.accelerator.reduce(seen, reduction="sum")) / self.copies  # type: ignore[arg-type]
 
     def mean_loss(self, trainer: Trainer) -> float:
         """Of the whole run, also of what was trained before it was resumed, if the checkpoint knows it."""

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from trl.collators.images import DataCollatorForVisionPreference
+from trl.collators.rows import pad_with_mask
 from trl.data.formats import is_conversational
 from trl.data.prepared_sets import RowSet
 from trl.data.rendering import text_tokenizer
@@ -135,7 +136,7 @@ def sample_completions(
                 Sample(tokenizer.decode(prompt["input_ids"][0]), tokenizer.decode(ids, skip_special_tokens=True))
                 for prompt, ids in zip(some, answers, strict=True)
             ]
-    return gather_object(samples)[: len(rows)] if accelerator.num_processes > 1 else samples
+    return gather_object(samples)[: len(rows)]
 
 
 @torch.no_grad()
@@ -149,12 +150,7 @@ def complete(
     if len(prompts) > 1 and any(len(prompt) > 1 for prompt in prompts):
         return [ids for prompt in prompts for ids in complete(model, tokenizer, [prompt], generation_config)]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    width = max(prompt["input_ids"].shape[1] for prompt in prompts)
-    ids = torch.full((len(prompts), width), pad)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        tokens = prompt["input_ids"][0]
-        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
+    ids, mask = pad_with_mask([prompt["input_ids"][0] for prompt in prompts], pad, side="left")
     inputs = {**prompts[0], "input_ids": ids, "attention_mask": mask}
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     options: dict[str, Any] = {"pad_token_id": pad}
@@ -163,7 +159,7 @@ def complete(
     elif model.generation_config.max_new_tokens is None:
         options["max_new_tokens"] = DEFAULT_NEW_TOKENS
     generated = model.generate(**inputs, **options)
-    return generated[:, 0 if model.config.is_encoder_decoder else width :].tolist()
+    return generated[:, 0 if model.config.is_encoder_decoder else ids.shape[1] :].tolist()
 
 
 def generation_settings(trainer: Any, *, longest_prompt: int) -> dict[str, Any]:
@@ -276,8 +272,7 @@ class SampleTables:
                 answered += zip(numbers, queries, self._tokenizer.batch_decode(answers), scores, strict=True)
                 if sampling:
                     break
-        if self.accelerator.num_processes > 1:
-            answered = gather_object(answered)
+        answered = gather_object(answered)
         if not self.is_world_process_zero():
             return None
         unique = {row[0]: row[1:] for row in answered}  # accelerate repeats rows to fill the last batch

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -105,5 +104,4 @@ class BEMACallback(_BEMACallback):
         for name in names:
             if running is not None:
                 targets[name].data.copy_(running[name])
-            if PartialState().num_processes > 1:
-                broadcast(targets[name].data, from_process=0)
+            broadcast(targets[name].data, from_process=0)

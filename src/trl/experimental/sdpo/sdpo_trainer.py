@@ -163,8 +163,7 @@ class SDPOTrainer(SelfDistillationTrainer):
         ]
         is_right = (scores >= args.success_reward_threshold).tolist()
         answers = [text if right else None for text, right in zip(texts, is_right, strict=True)]
-        if args.world_size > 1:  # whose completions may be of one group
-            answers = gather_object(answers)
+        answers = gather_object(answers)  # those of one group may be in several processes
         group_size = self.sizes.group if training else self.evaluation_group
         solutions = solutions_of(answers, group_size, without_own=args.dont_reprompt_on_self_success)
         first = args.process_index * count

@@ -4,13 +4,11 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-from accelerate.utils import broadcast_object_list
 from transformers import GenerationConfig, Trainer, TrainerState, TrainingArguments
 
-from trl.checkpoints.progress import SavesState
+from trl.checkpoints.progress import SavesState, on_main
 from trl.reporting.tables import print_rich_table
 from trl.reporting.win_rate import win_rate, win_shares
 from trl.rewards.judge_source import as_text
@@ -98,25 +96,22 @@ class WinRateCallback(SavesState):
     def _measure(self, step: int, samples: list[Sample] | None) -> None:
         """Log how the policy's completions, new ones unless passed, compare with `against`."""
         samples = samples or sample_completions(self.trainer, self.rows, self.generation_config)
-        results: list[Any] = [None]
-        if self.trainer.accelerator.is_main_process:
-            rows = zip(self.rows, samples, strict=True)
-            prompts = [as_text(row["prompt"]) if "prompt" in row else sample.prompt for row, sample in rows]
-            pairs = [list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)]
-            shares = win_shares(self.judge, prompts, pairs, **self.options)
-            self._report(prompts, pairs, shares, step)
-            agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
-            means = {f"eval_win_rate_{name.rpartition('/')[2]}": v.mean.item() for name, v in agreement.items()}
-            results = [(shares, means)]
-        if self.trainer.accelerator.num_processes > 1:
-            broadcast_object_list(results)
-        shares, agreement = results[0]
-        self.trainer.log({**self._metrics(shares), **agreement})
+        self.trainer.log(on_main(self.trainer.accelerator, lambda: self._metrics(self._judged(step, samples))))
+
+    def _judged(self, step: int, samples: list[Sample]) -> list[float | None]:
+        rows = zip(self.rows, samples, strict=True)
+        prompts = [as_text(row["prompt"]) if "prompt" in row else sample.prompt for row, sample in rows]
+        pairs = [list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)]
+        shares = win_shares(self.judge, prompts, pairs, **self.options)
+        self._report(prompts, pairs, shares, step)
+        return shares
 
     def _metrics(self, shares: list[float | None]) -> dict[str, float]:
         wins = [None if share is None else 0.5 if share == 0.5 else float(share > 0.5) for share in shares]
         rate = win_rate(wins)
         logs = {"": rate.rate, "_low": rate.low, "_high": rate.high, "_unanswered": rate.unanswered / len(shares)}
+        agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
+        logs |= {f"_{name.rpartition('/')[2]}": share.mean.item() for name, share in agreement.items()}
         metrics = {f"eval_win_rate{name}": value for name, value in logs.items()}
         return metrics | ({"eval_avg_win_prob": win_rate(shares).rate} if "return_scores" in self.options else {})
 
