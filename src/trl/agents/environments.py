@@ -17,7 +17,7 @@ from trl.agents.sessions import BUDGET_EXCEEDED, Session, Turn
 from trl.agents.tool_turns import check_tool_template
 from trl.agents.tools import MOST_LEFT_BEHIND, Reply, Tool, ToolCall, as_text, refusal, reply_of, tools_of
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
-from trl.data.rendering import Fields, Json, Message, ProcessingClass
+from trl.data.rendering import Fields, Message, ProcessingClass
 from trl.generation.serving.answers import APIError
 from trl.reporting.deadlines import DeadlinePassed, ThreadedCalls, bounded
 from trl.rewards.functions import accepted
@@ -80,13 +80,10 @@ class Kind:
         methods = {name: Tool(getattr(environment, name), self.every[name].schema) for name in self.own_names}
         return {**self.every, **methods}
 
-    def arguments(self, row: Fields) -> Json:
-        return accepted(row, self.reset.parameters)
-
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError where `reset` needs an argument that no column gives."""
         try:
-            self.reset.bind(**self.arguments(dict.fromkeys(columns)))
+            self.reset.bind(**accepted(dict.fromkeys(columns), self.reset.parameters))
         except TypeError as error:
             text = f"{self.name}.reset: {error}, the data set has the columns {sorted(columns)}. Add it."
             raise ValueError(text) from None
@@ -137,7 +134,7 @@ class EnvironmentAgent:
             kind.free.append(made)
         environment = played.environment = kind.free.pop()
         played.reward_name = kind.name
-        observation = await self.called(partial(environment.reset, **kind.arguments(row)))
+        observation = await self.called(partial(environment.reset, **accepted(row, kind.reset.parameters)))
         if kind.steps is not None:
             observation = kind.steps.show(getattr(observation, "observation", observation))
         messages = [readable(message) for message in row["prompt"]]

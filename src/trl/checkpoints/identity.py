@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedConfig
 
 from trl.checkpoints.spread import check_spread, compared_settings
-from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, read_manifest
+from trl.checkpoints.wholeness import CheckpointError, read_manifest
 from trl.options.checks import Settings
 from trl.options.secrets import redacted
 
@@ -87,11 +87,6 @@ def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> lis
     if not ignore_data:
         check_spread(checkpoint, recorded, {**facts})
     return lines
-
-
-def of_other_runs(output_dir: Path, run: str | None) -> list[Path]:
-    """The checkpoints in `output_dir` of runs other than `run`."""
-    return [path for path in checkpoints_in(output_dir) if read_manifest(path).get("run") != run]
 
 
 def _differences(recorded: Facts, facts: Facts) -> list[str]:

@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from trl.checkpoints.background import Background
-from trl.checkpoints.identity import Facts, compare, of_other_runs
+from trl.checkpoints.identity import Facts, compare
 from trl.checkpoints.mirror import Mirror, Uploads
 from trl.checkpoints.ownership import clear, owned, run_folder_name
 from trl.checkpoints.progress import on_main, together
@@ -230,7 +230,7 @@ def _begin_run(
     saves = folder.is_dir()
     if saves and mirror:
         mirror.check_run(run)
-    others = of_other_runs(output_dir, run) if saves else []
+    others = [path for path in checkpoints_in(output_dir) if read_manifest(path).get("run") != run] if saves else []
     if others:
         logger.warning(
             "%s holds checkpoints of another run (%s). This run replaces those of the same step, and save_total_limit "

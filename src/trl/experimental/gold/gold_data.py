@@ -158,22 +158,16 @@ class PairedCollator:
         }
 
 
-@dataclass(frozen=True)
-class Aligned:
-    """The rows of both sides as rows of `COLUMNS`, for `Dataset.map`."""
-
-    pairing: Pairing
-    text_field: str
-
-    def __call__(self, row: Row) -> dict[str, object]:
-        sides = [
-            {
-                "input_ids": row[f"{name}input_ids"],
-                "completion_mask": row.get(f"{name}completion_mask") or [1] * len(row[f"{name}input_ids"]),
-            }
-            for name in ("", THEIRS)
-        ]
-        return self.pairing.row(*sides, texts=_texts(row, self.text_field))
+def aligned_row(row: Row, pairing: Pairing, text_field: str) -> dict[str, object]:
+    """A row with the tokens of both sides as one of `COLUMNS`."""
+    sides = [
+        {
+            "input_ids": row[f"{name}input_ids"],
+            "completion_mask": row.get(f"{name}completion_mask") or [1] * len(row[f"{name}input_ids"]),
+        }
+        for name in ("", THEIRS)
+    ]
+    return pairing.row(*sides, texts=_texts(row, text_field))
 
 
 def _texts(row: Row, text_field: str) -> list[str]:
@@ -214,7 +208,8 @@ class GOLDSets(GKDSets):
             every = concatenate_datasets([rows, student, theirs], axis=1)
             removed = [column for column in every.column_names if column not in (*COLUMNS, *PROMPTS_ALONE)]
             aligned = every.map(
-                Aligned(self.pairing, settings.text_field),
+                aligned_row,
+                fn_kwargs={"pairing": self.pairing, "text_field": settings.text_field},
                 remove_columns=removed,
                 num_proc=settings.num_proc,
                 desc=f"Aligning {name} dataset",

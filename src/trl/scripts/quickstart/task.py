@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
+from trl.models.switches import in_eval_mode
 
 DIGITS, TRAIN, HELD_OUT = 4, 3000, 300
 MAX_ANSWER_TOKENS = DIGITS + 1  # and the eos token
@@ -67,12 +68,10 @@ def replies(
     seed: int = 0,
 ) -> list[str]:  # fmt: skip
     """The model's answer to each row's prompt: the most likely one, or one sampled at temperature 1."""
-    training = model.training
-    model.eval()
     prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
     sampling = Sampling(max_new_tokens=MAX_ANSWER_TOKENS, do_sample=not greedy, seed=seed)
-    completions = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
-    model.train(training)
+    with in_eval_mode(model):
+        completions = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
     return tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)
 
 
