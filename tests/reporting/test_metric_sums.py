@@ -20,14 +20,14 @@ def test_extremes_stay_on_the_device_until_a_log(monkeypatch):
         for name in ("__float__", "item", "tolist", "__bool__"):
             block.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
         for values in GIVEN:
-            sums.add_extremes({name: torch.tensor(value) for name, value in values.items()})
-    never.add_extremes({"high": torch.tensor(float("nan"))})
+            sums.add(extremes={name: torch.tensor(value) for name, value in values.items()})
+    never.add(extremes={"high": torch.tensor(float("nan"))})
     assert never.drain() == {}
     expected = {"low_min": torch.tensor(-0.3).item(), LONGEST: -2.0}
     resumed = MetricSums()
     resumed.load_state(sums.state())
     assert sums.state()["extremes"] == sums.drain() == expected and sums.drain() == {}
-    resumed.add_extremes({LONGEST: torch.tensor(-1.5), "low_min": torch.tensor(0.0)})
+    resumed.add(extremes={LONGEST: torch.tensor(-1.5), "low_min": torch.tensor(0.0)})
     assert resumed.drain() == {**expected, LONGEST: -1.5}
 
 
@@ -35,7 +35,7 @@ def test_extremes_of_all_processes(monkeypatch):
     monkeypatch.setattr(metrics, "gather_object", lambda own: [*own, {"low_min": -9.0, LONGEST: 3.0}])
     two = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda table, reduction: table)
     sums = MetricSums()
-    sums.add_extremes({"low_min": torch.tensor(0.0), LONGEST: torch.tensor(5.0)})
+    sums.add(extremes={"low_min": torch.tensor(0.0), LONGEST: torch.tensor(5.0)})
     assert sums.drain(two) == {"low_min": -9.0, LONGEST: 5.0}
 
 

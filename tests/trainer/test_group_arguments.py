@@ -140,7 +140,7 @@ def test_what_was_clipped_does_not_count_in_a_second_run():
     trainer, _ = make("grpo", reward_funcs=reward, **settings)
     trainer.train()
     first = logs(trainer)
-    trainer._sums["train"].add_extremes({"clip_ratio/low_min": torch.tensor(-0.5)})  # after the last log
+    trainer._sums["train"].add(extremes={"clip_ratio/low_min": torch.tensor(-0.5)})  # after the last log
     fails = True
     with pytest.raises(Exception, match="no judge there"):
         trainer.evaluate(prompts(3))

@@ -34,15 +34,16 @@ class MetricSums:
         self._sums: dict[str, Tensor] = {}
         self._extremes: dict[str, Tensor] = {}
 
-    def add_extremes(self, values: Mapping[str, Tensor]) -> None:
-        """Keep the smallest value of a name with the word `min`, such as `low_min`, else the largest; not NaN."""
-        for name, value in values.items():
-            scalar, known = _scalar(value), self._extremes.get(name)
-            extreme = torch.fmin if _is_smallest(name) else torch.fmax  # which ignore NaN
-            self._extremes[name] = scalar if known is None else extreme(known.to(scalar.device), scalar)
+    def add(self, values: Mapping[str, Weighted] = {}, extremes: Mapping[str, Tensor] = {}) -> None:
+        """Add totals and their counts (scalars, on any device).
 
-    def add(self, values: Mapping[str, Weighted]) -> None:
-        """Add totals and their counts (scalars, on any device)."""
+        Of `extremes` keep the smallest value of a name with the word `min`, such as `low_min`, else the largest; not
+        NaN.
+        """
+        for name, extreme in extremes.items():
+            scalar, known = _scalar(extreme), self._extremes.get(name)
+            choose = torch.fmin if _is_smallest(name) else torch.fmax  # which ignore NaN
+            self._extremes[name] = scalar if known is None else choose(known.to(scalar.device), scalar)
         for name, value in values.items():
             total, known = _scalar(value.total), self._sums.get(name)
             pair = torch.stack([total, _scalar(value.count).to(total.device)])

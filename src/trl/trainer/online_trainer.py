@@ -193,9 +193,7 @@ class OnlineTrainer(BaseTrainer):
         corrected = self.method.corrected(experience, is_exact=self.sampler_is_exact, counted=counted)
         if corrected is None:
             return experience
-        sums = self._sums["eval" if is_evaluation else "train"]
-        sums.add(corrected.means)
-        sums.add_extremes(corrected.extremes)
+        self._sums["eval" if is_evaluation else "train"].add(corrected.means, corrected.extremes)
         return corrected.experience
 
     def objective(self, experience: Experience, scored: Scored) -> Sequence[LossTerms]:
@@ -370,9 +368,7 @@ class OnlineTrainer(BaseTrainer):
         experience = self.advantages(experience, group_size=self.evaluation_group)
         rows = of_all_processes(experience, self.accelerator, is_evaluation=True)
         metrics = self.method.metrics(rows, self.rollouts.rewards.names, self.evaluation_group)
-        means, extremes = split_extremes(shared(metrics, 1 / self.args.world_size))
-        self._sums["eval"].add(means)
-        self._sums["eval"].add_extremes(extremes)
+        self._sums["eval"].add(*split_extremes(shared(metrics, 1 / self.args.world_size)))
         count = min(local_rows(self.accelerator, self.args.eval_batch_size), len(inputs))
         # A process without a row of its own runs a group for the collectives; a method may compare its rows.
         experience = experience.take(torch.arange(count or min(self.evaluation_group, len(inputs))))

@@ -61,7 +61,7 @@ class RunMetrics:
     ) -> None:  # fmt: skip
         """Add what a batch measured; in an evaluation also its losses, by kind of unit."""
         sums = self.sums[mode]
-        sums.add_extremes(outcome.extremes)
+        sums.add(extremes=outcome.extremes)
         for terms in outcome.terms:
             sums.add(terms.metrics)
         if outcome.aux_loss is not None:
@@ -93,7 +93,7 @@ class RunMetrics:
         self.tokens_seen = torch.tensor(state["tokens_seen"], device=device)
         self.sums["train"].load_state(state["metrics"], device)
         for extremes in state.get("more_extremes", ()):
-            self.sums["train"].add_extremes({name: torch.tensor(value) for name, value in extremes.items()})
+            self.sums["train"].add(extremes={name: torch.tensor(value) for name, value in extremes.items()})
 
 
 class InputTokens(TrainerCallback):
