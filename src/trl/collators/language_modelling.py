@@ -12,7 +12,7 @@ from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import IGNORED, Row, as_ids, as_rows, check_filled, pack_sequences, pad_with_mask, read_column
 from trl.data.text import PROMPT_ALONE
-from trl.data.token_rows import real_row
+from trl.data.token_rows import is_plain, real_row
 from trl.options.checks import check_at_least
 from trl.tensors.padding import pad
 
@@ -57,7 +57,10 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
     def torch_call(self, examples: Sequence[object]) -> dict[str, Tensor]:
         check_filled([()] * len(examples))
-        examples = [real_row(row, "", index) for index, row in enumerate(as_rows(examples))]
+        examples = [
+            row if is_plain(row, may_be_packed=True) else real_row(row, "", index)
+            for index, row in enumerate(as_rows(examples))
+        ]
         if examples[0].get("input_ids") is None:
             raise ValueError(f"row 0 of the batch must have 'input_ids', got {sorted(examples[0])}.")
         ids = read_column(examples, "input_ids") or []
