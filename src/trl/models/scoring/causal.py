@@ -83,10 +83,13 @@ class Scorer(ScorerBase):
 
     rule: LogitRule
     bias: Tensor | None = None  # (V,): outside of the head
+    _as_language_model: Callable[..., AbstractContextManager[object]]
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
         self.wrapper: Any = model if isinstance(model, SUPPORTED_ARCHITECTURES) else None
-        inner = model if self.wrapper is None else self.wrapper.pretrained_model
+        inner, self._as_language_model = model, nullcontext
+        if self.wrapper is not None:
+            inner, self._as_language_model = self.wrapper.pretrained_model, partial(_as_language_model, self.wrapper)
         core = causal_core(inner)
         reason = prompt_learning_unsupported(inner) or self._set_up_head(core)
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
@@ -259,7 +262,7 @@ class Scorer(ScorerBase):
         """The model's own outputs for padded rows, with all their logits."""
         if self.group is not None:
             return self._gathered_outputs(model, rows)
-        with self._as_language_model(output_hidden_states=True), self.embedded(rows):
+        with self._as_language_model(True), self.embedded(rows):
             return model(**self.own_inputs(rows), use_cache=False)
 
     def _gathered_outputs(self, model: nn.Module, rows: ModelBatch) -> MoeCausalLMOutputWithPast:
@@ -302,12 +305,11 @@ class Scorer(ScorerBase):
     def _values(self, hidden: Tensor, rows: ModelBatch) -> dict[str, Tensor]:
         return {"values": self.wrapper.v_head(hidden[rows.scored.source]).squeeze(-1)}
 
-    def _as_language_model(self, **wanted: bool) -> AbstractContextManager[None]:
-        """Let a wrapper with a value head return what the model inside returns."""
-        if self.wrapper is None:
-            return nullcontext()
-        wrapper = self.wrapper
-        return replaced_forward(wrapper, lambda **inputs: wrapper.pretrained_model(**inputs, **wanted))
+
+def _as_language_model(wrapper: Any, with_states: bool = False) -> AbstractContextManager[None]:
+    """Let a wrapper with a value head return what the model inside returns, perhaps with all hidden states."""
+    wanted = {"output_hidden_states": True} if with_states else {}
+    return replaced_forward(wrapper, lambda **inputs: wrapper.pretrained_model(**inputs, **wanted))
 
 
 def _check_whole(head: nn.Module) -> None:
