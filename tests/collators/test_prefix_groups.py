@@ -10,7 +10,7 @@ def test_two_prefix_groups_by_hand():
     assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 3, 4, 2, 1]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
     assert packed["labels"].tolist() == [[-100, -100, -100, 8, 9, 3, -100, 2, 1]]
-    assert Segments.from_table(packed["segment_table"]) == Segments.from_prefix_groups([(3, [2, 1]), (1, [2])])
+    assert Segments(packed["segment_table"]).rows == Segments.from_prefix_groups([(3, [2, 1]), (1, [2])]).rows
     assert packed["scored_source"].tolist() == [2, 3, 2, 6, 7]
     assert packed["scored_target"].tolist() == [8, 9, 3, 2, 1]
     assert packed["scored_sequence"].tolist() == [0, 0, 1, 2, 2]

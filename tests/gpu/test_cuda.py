@@ -52,7 +52,7 @@ def test_segment_attention_and_its_gradients(dtype, shape, window, monkeypatch):
     ]
     copies = [tensor.detach().double().requires_grad_() for tensor in tensors]
     output, _ = attention.packed_attention(
-        torch.nn.Module(), *tensors, segments.to_table(), scaling=0.2, sliding_window=window
+        torch.nn.Module(), *tensors, segments.table, scaling=0.2, sliding_window=window
     )
     expected = reference(*copies, segments, 0.2, window)
     slope = torch.randn_like(expected)

@@ -80,7 +80,7 @@ def pack_prefix_groups(rows: Sequence[Prompted], unscored: Sequence[int] = ()) -
     check_filled([(prompt, *branches) for prompt, branches in groups])
     segments = Segments.from_prefix_groups([(len(prompt), [len(b) for b in branches]) for prompt, branches in groups])
     input_ids = torch.cat([part for prompt, branches in groups for part in (prompt, *branches)])
-    table = segments.to_table()
+    table = segments.table
     start, length, prefix_start, prefix_length = table[0, 0][table[0, 0, :, 3] > 0].unbind(dim=1)
     branch = torch.repeat_interleave(torch.arange(len(start)), length)
     first = length.cumsum(0) - length  # where each branch begins among the scored tokens

@@ -69,7 +69,7 @@ def group_batch(
         "rows": torch.arange(len(groups)),
         "input_ids": torch.nn.functional.pad(row, (0, tail), value=pad_token_id)[None],
         "position_ids": segments.position_ids(),
-        "segment_table": segments.to_table(),
+        "segment_table": segments.table,
         **({"filler": torch.tensor([tail])} if tail else {}),
     }
 

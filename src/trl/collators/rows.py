@@ -66,7 +66,7 @@ def pack_sequences(
     tail = round_up(total, multiple) - total
     segments = Segments.from_lengths([length for length in [*lengths, tail] if length])
     labels = torch.nn.functional.pad(labels, (0, tail), value=ignored)
-    labels[list(segments.start)] = ignored
+    labels[segments.start] = ignored
     return {
         "input_ids": torch.nn.functional.pad(ids, (0, tail), value=pad_token_id)[None],
         "position_ids": segments.position_ids(),

@@ -80,12 +80,11 @@ def _tokens_of(batch: Batch, number: int, of: int) -> Tensor:
     """The tokens of a packed row that belong to the completions `number` or their prompts: bool `(N,)`."""
     if "segment_table" not in batch:
         return ((batch["position_ids"][0] == 0).cumsum(dim=0) - 1) % of == number
-    segments = Segments.from_table(batch["segment_table"])
-    kept = [index for index, prefix in enumerate(segments.prefix_length) if prefix][number::of]
-    prompts = {segments.prefix_start[index] for index in kept}
-    stays = torch.tensor([start in prompts for start in segments.start])
+    segments = Segments(batch["segment_table"])
+    kept = segments.prefix_length.nonzero()[:, 0][number::of]
+    stays = torch.isin(segments.start, segments.prefix_start[kept])
     stays[kept] = True
-    return stays.repeat_interleave(torch.tensor(segments.length)).to(batch["input_ids"].device)
+    return stays.repeat_interleave(segments.length).to(batch["input_ids"].device)
 
 
 def as_unpaired_batch(batch: Batch, *, prefix_sharing: bool, mismatched: bool = False) -> Batch:

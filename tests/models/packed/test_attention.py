@@ -26,13 +26,13 @@ def packed_logits(model, ids, segments):
     return model(
         input_ids=ids,
         position_ids=segments.position_ids(),
-        attention_mask=segments.to_table(),
+        attention_mask=segments.table,
         use_cache=False,
     ).logits[0]
 
 
 def alone(model, ids, segments, number):
-    start, length, prefix_start, prefix = list(segments)[number]
+    start, length, prefix_start, prefix = segments.rows[number]
     row = torch.cat([ids[:, prefix_start : prefix_start + prefix], ids[:, start : start + length]], dim=1)
     return model(input_ids=row, use_cache=False).logits[0, prefix:]
 
@@ -57,7 +57,7 @@ def test_segments_give_the_logits_and_gradients_of_sequences_alone(architecture,
     ids = torch.randint(3, 60, (1, segments.total))
 
     found = packed_logits(packed, ids, segments)
-    expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments))])
+    expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments.rows))])
     scale = expected.abs().max()
     assert (found - expected).abs().max() <= tolerance * scale
 
@@ -81,7 +81,7 @@ def test_soft_capped_scores_agree_with_eager_attention():
     segments = SHAPES["plain"]
     ids = torch.randint(3, 60, (1, segments.total))
     found = packed_logits(packed, ids, segments)
-    expected = torch.cat([alone(eager, ids, segments, number) for number in range(len(segments))])
+    expected = torch.cat([alone(eager, ids, segments, number) for number in range(len(segments.rows))])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     padded = packed(input_ids=ids[:, :5], attention_mask=torch.ones(1, 5, dtype=torch.int64)).logits
     torch.testing.assert_close(padded, eager(input_ids=ids[:, :5]).logits, rtol=1e-4, atol=1e-5)
@@ -94,7 +94,7 @@ def test_sliding_windows_shorter_than_a_segment_are_kept():
     segments = Segments.from_prefix_groups([(6, [5, 3]), (9, [])])
     ids = torch.randint(3, 60, (1, segments.total))
     found = packed_logits(packed, ids, segments)
-    expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments))])
+    expected = torch.cat([alone(plain, ids, segments, number) for number in range(len(segments.rows))])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -161,7 +161,7 @@ def test_the_function_alone_on_hand_worked_values():
     # Two tokens of one sequence, then one alone: with equal keys, attention averages what it sees.
     query = key = torch.zeros(1, 1, 3, 2)
     value = torch.tensor([[[[1.0, 0.0], [3.0, 0.0], [8.0, 4.0]]]])
-    table = Segments.from_lengths([2, 1]).to_table()
+    table = Segments.from_lengths([2, 1]).table
     output, _ = packed_attention(torch.nn.Module(), query, key, value, table)
     assert output[0, :, 0].tolist() == [[1.0, 0.0], [2.0, 0.0], [8.0, 4.0]]
 
@@ -176,7 +176,7 @@ def test_sequences_of_equal_lengths_share_a_call(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     segments = Segments.from_prefix_groups([(4, []), (5, [3, 2, 1, 2]), (4, [])])
     row = torch.randn(1, 2, segments.total, 4)
-    packed_attention(torch.nn.Module(), row, row, row, segments.to_table())
+    packed_attention(torch.nn.Module(), row, row, row, segments.table)
     # Sequences, queries and keys: two plain ones, the prompt with its first branch, two branches, the last.
     assert calls == [(2, 4, 4), (1, 8, 8), (2, 2, 7), (1, 1, 6)]
 
@@ -185,7 +185,7 @@ def test_sinks_and_chunks_on_hand_worked_values():
     """With equal keys attention averages what it sees: a sink of score 0 is one more value of 0. Values have size 1."""
     query = key = torch.zeros(1, 2, 5, 4)
     value = torch.tensor([2.0, 4.0, 6.0, 8.0, 9.0]).view(1, 1, 5, 1).expand(1, 2, 5, 1)
-    table = Segments.from_lengths([4, 1]).to_table()
+    table = Segments.from_lengths([4, 1]).table
     sinks = torch.tensor([0.0, math.log(3)])
     output, _ = packed_attention(torch.nn.Module(), query, key, value, table, s_aux=sinks)
     expected = torch.tensor([[2 / 2, 2 / 4], [6 / 3, 6 / 5], [12 / 4, 12 / 6], [20 / 5, 20 / 7], [9 / 2, 9 / 4]])

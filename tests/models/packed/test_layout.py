@@ -29,7 +29,7 @@ def test_padding_on_either_side_is_taken_out():
     packed = packed_batch(PADDED, with_table=True)
     assert packed.inputs["input_ids"].tolist() == PACKED["input_ids"].tolist()
     assert packed.inputs["position_ids"].tolist() == PACKED["position_ids"].tolist()
-    assert Segments.from_table(packed.inputs["attention_mask"]).length == (3, 4, 2)
+    assert Segments(packed.inputs["attention_mask"]).length.tolist() == [3, 4, 2]
     assert packed.scored.target.tolist() == [6, 7, 9, 11, 13]
     assert packed.scored.source.tolist() == [0, 1, 3, 5, 7]
     assert packed.scored.sequence.tolist() == [0, 0, 1, 1, 2]
@@ -50,7 +50,7 @@ def test_branches_become_rows_with_their_prompt_and_prompts_none_of_their_own():
     batch = {
         "input_ids": torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]),
         "labels": torch.tensor([[-100, 2, 3, 4, 5, -100, 7, 8, -100, 10]]),
-        "segment_table": segments.to_table(),
+        "segment_table": segments.table,
     }
     rows = padded_rows(batch, pad_token_id=0)
     assert rows["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 4, 5], [6, 7, 8, 0], [9, 10, 0, 0]]

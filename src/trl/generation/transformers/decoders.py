@@ -54,13 +54,13 @@ class OwnForward:
         """Hidden states `(N, H)` of prompts, one after another and without what is `held`; their lengths."""
         before = [0 if part is None else part.length for part in held or [None] * len(prompts)]
         parts = [prompt[count:] for prompt, count in zip(prompts, before, strict=True)]
-        segments = Segments.from_lengths(map(len, parts))
+        lengths = list(map(len, parts))
+        segments = Segments.from_lengths(lengths)
         ids = torch.tensor([token for part in parts for token in part], device=self.device)
-        lengths = torch.tensor(segments.length)
-        positions = segments.position_ids()[0] + torch.tensor(before).repeat_interleave(lengths)
+        positions = segments.position_ids()[0] + torch.tensor(before).repeat_interleave(segments.length)
         self.cache.step = None
-        self.cache.expect_prompts(segments.length, self.device, held)
-        return self._hidden(ids, positions.to(self.device), segments.to_table()), lengths
+        self.cache.expect_prompts(lengths, self.device, held)
+        return self._hidden(ids, positions.to(self.device), segments.table), segments.length
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one token `(R,)` of each row at its position, and return logits `(R, V)`."""

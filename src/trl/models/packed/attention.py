@@ -1,7 +1,7 @@
 """Attention over a packed row of segments, registered with transformers' attention interface.
 
 The row has real tokens only. Its segments are passed as the attention mask: an int64 table `(1, 1, S, 4)`
-(`Segments.to_table`), which transformers gives to every attention layer unchanged, also in gradient checkpointing. Each
+(`Segments.table`), which transformers gives to every attention layer unchanged, also in gradient checkpointing. Each
 segment attends to its prefix and itself in a call of PyTorch's kernel, which those of equal lengths share: no mask as
 large as the row, no padding, no prompt computed twice. Calls without a table (generation, padded rows) use
 transformers' SDPA.
@@ -102,9 +102,9 @@ class _Plan:
         if plan is not None:
             return plan
         group, rows = SequenceGroup.of_table(table)
-        segments, parts = Segments.from_table(rows), list[_Part]()
+        segments, parts = Segments(rows), list[_Part]()
         prefixes: dict[int, int] = {}  # start of a plain segment -> its part
-        for start, length, prefix_start, prefix in segments:
+        for start, length, prefix_start, prefix in segments.rows:
             if prefix and prefix_start + prefix == start:
                 parts[-1] = parts[-1]._replace(length=prefix + length)
             elif prefix:
@@ -329,12 +329,10 @@ def _variable_length(
 
 
 def _variable_length_bounds(segments: Segments, device: torch.device) -> _Bounds:
-    lengths = torch.tensor(segments.length)
-    seen = lengths + torch.tensor(segments.prefix_length)
-    gather = None
-    if segments.has_shared_prefixes:
+    lengths, seen, gather = segments.length, segments.length + segments.prefix_length, None
+    if segments.prefix_length.any():
         spans = []
-        for start, length, prefix_start, prefix_length in segments:
+        for start, length, prefix_start, prefix_length in segments.rows:
             spans.append(torch.arange(prefix_start, prefix_start + prefix_length))
             spans.append(torch.arange(start, start + length))
         gather = torch.cat(spans).to(device)

@@ -72,7 +72,7 @@ def _before(
         positions = torch.arange(width, device=mask.device)[None]
     assert isinstance(positions, Tensor)
     every = positions.expand(*positions.shape[:-2], batch, width).flatten(-2)
-    table = Segments.from_lengths(is_real.sum(1).tolist()).to_table()
+    table = Segments.from_lengths(is_real.sum(1).tolist()).table
     _ROWS[table] = padded
     packed = {name: value[is_real][None] for name in _OF_TOKENS if isinstance(value := kwargs.get(name), Tensor)}
     return args, {**kwargs, **packed, _POSITIONS: every[..., padded.places].unsqueeze(-2), "attention_mask": table}

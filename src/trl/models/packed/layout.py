@@ -113,8 +113,7 @@ def count_sequence_tokens(batch: Columns) -> Tensor:
     if "segment_table" not in batch:
         return count_tokens(batch)
     segments = _segments(batch)
-    tokens = sum(segments.length[number] + segments.prefix_length[number] for number in _leaves(segments))
-    tokens = torch.tensor(tokens, device=batch["input_ids"].device)
+    tokens = (segments.length + segments.prefix_length)[segments.leaves].sum().to(batch["input_ids"].device)
     return tokens - batch["filler"].sum() if "filler" in batch else tokens
 
 
@@ -157,13 +156,13 @@ def packed_batch(batch: Columns, *, with_table: bool, shifted: bool = True) -> M
     positions = segments.position_ids().to(device)
     inputs = {"input_ids": input_ids, "position_ids": positions, **model_arguments(batch)}
     if with_table:
-        inputs["attention_mask"] = segments.to_table()
-    branches, real = torch.tensor(segments.length), int(count_tokens(batch))
-    lengths = branches + torch.tensor(segments.prefix_length)
+        inputs["attention_mask"] = segments.table
+    branches, real = segments.length, int(count_tokens(batch))
+    lengths = branches + segments.prefix_length
     # Sequences are counted as `padded_rows` makes rows: a prompt counts as part of its first branch.
-    leaves = torch.tensor(_leaves(segments))
-    ends = torch.tensor(segments.start)[leaves] + branches[leaves] - 1
-    numbers = torch.searchsorted(leaves, torch.arange(len(branches)))
+    leaves = torch.tensor(segments.leaves, device="cpu")
+    ends = (segments.start + branches)[leaves] - 1
+    numbers = torch.searchsorted(leaves, torch.arange(len(branches), device="cpu"))
     sequence = torch.repeat_interleave(numbers, branches).to(device).view(1, -1)
     if not shifted:
         scored = labelled_positions(labels, sequence)
@@ -208,7 +207,7 @@ def model_arguments(batch: Columns) -> Inputs:
 
 def _segments(batch: Columns) -> Segments:
     if "segment_table" in batch:
-        return Segments.from_table(batch["segment_table"])
+        return Segments(batch["segment_table"])
     positions = batch["position_ids"]
     if positions.ndim != 2 or positions.shape[0] != 1:
         raise ValueError(f"position_ids of a packed batch must be (1, N), got {tuple(positions.shape)}.")
@@ -216,12 +215,6 @@ def _segments(batch: Columns) -> Segments:
     if starts[0] != 0:
         raise ValueError(f"position_ids of a packed batch must start at 0, got {positions[0, :8].tolist()}.")
     return Segments.from_lengths(end - start for start, end in pairwise(starts))
-
-
-def _leaves(segments: Segments) -> list[int]:
-    """The segments that end a sequence: all but the prompts that have branches."""
-    prompts = {prefix_start for _, _, prefix_start, prefix in segments if prefix}
-    return [number for number, (start, _, _, prefix) in enumerate(segments) if prefix or start not in prompts]
 
 
 def _row_mask(batch: Columns) -> Tensor:
@@ -253,7 +246,7 @@ def _padded_on_the_right(batch: Columns) -> Inputs:
 
 def without_shared_prefixes(batch: Columns, *, pad_token_id: int) -> Columns:
     """A packed row with shared prefixes as padded rows, each with its own copy of the prompt; others as they are."""
-    if "segment_table" not in batch or not any(_segments(batch).prefix_length):
+    if "segment_table" not in batch or not _segments(batch).prefix_length.any():
         return batch
     return {**model_arguments(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
 
@@ -270,9 +263,8 @@ def padded_rows(batch: Columns, *, pad_token_id: int) -> dict[str, Tensor]:
     batch = _without_filler(batch)
     tokens, segments = batch["input_ids"][0], _segments(batch)
     labels = torch.full_like(tokens, IGNORED) if batch.get("labels") is None else batch["labels"][0]
-    every = list(segments)
     ids, targets, labelled = [], [], set()
-    for start, length, prefix_start, prefix in (every[number] for number in _leaves(segments)):
+    for start, length, prefix_start, prefix in (segments.rows[number] for number in segments.leaves):
         prompt, branch = slice(prefix_start, prefix_start + prefix), slice(start, start + length)
         of_prompt = torch.full_like(tokens[prompt], IGNORED) if prefix_start in labelled else labels[prompt]
         ids.append(torch.cat([tokens[prompt], tokens[branch]]))

@@ -44,7 +44,7 @@ class _Cut(NamedTuple):
     def of(cls, table: Tensor, device: torch.device) -> _Cut:
         cut = _CUTS.get(table)
         if cut is None:
-            groups, places = _cut(Segments.from_table(table))
+            groups, places = _cut(Segments(table))
             cut = _CUTS[table] = cls([group.to(device) for group in groups], places.to(device))
         return cut
 
@@ -140,12 +140,11 @@ def _leave(*_: object) -> None:
 
 
 def _cut(segments: Segments) -> tuple[list[Tensor], Tensor]:
-    every, rows = list(segments), list[Tensor]()
-    prompts = {prefix_start for _, _, prefix_start, prefix in every if prefix}
+    rows, leaves = list[Tensor](), {*segments.leaves}
     row_of: dict[int, int] = {}  # of a segment's start; a shared prompt is in the row of its first branch
     firsts = list[tuple[int, int]]()  # the start by which a segment's row is known, and its first token there
-    for start, length, prefix_start, prefix in every:
-        if not prefix and start in prompts:
+    for number, (start, length, prefix_start, prefix) in enumerate(segments.rows):
+        if number not in leaves:
             firsts.append((start, 0))
             continue
         row_of[start] = len(rows)
@@ -162,7 +161,7 @@ def _cut(segments: Segments) -> tuple[list[Tensor], Tensor]:
         groups, tokens = [*groups, group], tokens + group.numel()
     places = [
         torch.arange(length) + begins[row_of[start]] + offset
-        for (start, offset), length in zip(firsts, segments.length, strict=True)
+        for (start, offset), length in zip(firsts, segments.length.tolist(), strict=True)
     ]
     return groups, torch.cat(places)
 

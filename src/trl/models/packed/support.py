@@ -239,7 +239,7 @@ def _agree(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None
 def _alone(model: PreTrainedModel, segments: Segments) -> dict[tuple[str, int], _Call]:
     """The calls of all modules for sequences that are run alone, joined as in a packed row."""
     ids, runs = _ids(segments), list[tuple[int, dict[tuple[str, int], _Call]]]()
-    for start, length, prefix_start, prefix in segments:
+    for start, length, prefix_start, prefix in segments.rows:
         row = torch.cat([ids[:, prefix_start : prefix_start + prefix], ids[:, start : start + length]], dim=1)
         runs.append((prefix, {(call.name, call.number): call for call in _run(model, row, "eager")}))
 
@@ -270,7 +270,8 @@ def _run(model: PreTrainedModel, ids: Tensor, implementation: str, segments: Seg
     with _recorded(model, ids.shape[1]) as (calls, running), on_cpu(torch.float64), torch.no_grad(), attention:
         inputs = {"input_ids": ids}
         if segments is not None:
-            inputs |= {"position_ids": segments.position_ids(), "attention_mask": segments.to_table()}
+            # A table of its own: plans and calls of a forward, which may fail, are found by the tensor.
+            inputs |= {"position_ids": segments.position_ids(), "attention_mask": segments.table.clone()}
         try:
             model(**inputs, use_cache=False)
         except Exception as error:  # an unknown model may raise anything

@@ -167,6 +167,6 @@ def _uses(rows: ModelBatch) -> Tensor:
     table = rows.inputs.get("attention_mask")
     if table is not None and table.ndim == 4:
         group, table = SequenceGroup.of_table(table)
-        uses_of_row = Segments.from_table(table).uses().to(uses.device)
+        uses_of_row = Segments(table).uses().to(uses.device)
         uses *= uses_of_row if group is None else group.cut(uses_of_row, 0)
     return uses
