@@ -45,7 +45,7 @@ from trl.models.scoring.head import (
 )
 from trl.models.switches import holding, in_eval_mode
 from trl.models.value_head import SUPPORTED_ARCHITECTURES
-from trl.models.value_wrapper import last_hidden
+from trl.models.value_wrapper import PreTrainedModelWrapper, last_hidden
 from trl.tensors.reduce import Weighted, weighted
 from trl.tensors.softmax_rows import LogitRule
 from trl.tensors.vocabulary_loss import LogitsOf, LossOfLogits, VocabularyLoss, vocabulary_loss
@@ -306,7 +306,7 @@ class Scorer(ScorerBase):
         return {"values": self.wrapper.v_head(hidden[rows.scored.source]).squeeze(-1)}
 
 
-def _as_language_model(wrapper: Any, with_states: bool = False) -> AbstractContextManager[None]:
+def _as_language_model(wrapper: PreTrainedModelWrapper, with_states: bool = False) -> AbstractContextManager[None]:
     """Let a wrapper with a value head return what the model inside returns, perhaps with all hidden states."""
     wanted = {"output_hidden_states": True} if with_states else {}
     return replaced_forward(wrapper, lambda **inputs: wrapper.pretrained_model(**inputs, **wanted))
