@@ -1,7 +1,6 @@
 """Whose run folder is whose: live, killed, forked, and not to be decided."""
 
 import errno
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -80,7 +79,18 @@ def test_ownership_ends_within_a_process(tmp_path):
     assert not folder.exists()
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
+def test_without_locks_folders_are_left_alone(tmp_path, monkeypatch, caplog):
+    """As on Windows, where `fcntl` is missing."""
+    monkeypatch.setattr("trl.checkpoints.ownership.fcntl", None)
+    (tmp_path / "_run-other-1-abc").mkdir()
+    with owned(tmp_path / run_folder_name()) as own:
+        clear(tmp_path, own.name)
+        assert own.is_dir()
+    assert "Leaving" in caplog.text and (tmp_path / "_run-other-1-abc").is_dir() and not own.exists()
+
+
+def test_a_file_system_without_locks_is_as_windows(tmp_path, monkeypatch, caplog):
+    fcntl = pytest.importorskip("fcntl")
 
     def unsupported(file, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -96,6 +106,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
 
 
 def test_nfs_locks_files_open_for_writing_and_keeps_open_ones(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
     real, removed, opened = fcntl.flock, [], []
 
     def nfs(file, operation):

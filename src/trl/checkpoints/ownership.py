@@ -5,7 +5,6 @@ checkpoint that is being written and a file `lock`, which the system unlocks whe
 """
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -17,6 +16,11 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from trl.checkpoints.wholeness import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked, and the folders of other runs are left alone
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,8 @@ def _release_in_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_release_in_child)
 
 
 def run_folder_name() -> str:
@@ -59,7 +64,9 @@ def owned(folder: Path, *, exclusive: bool = True) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> TextIO | None:
-    """The locked file `lock` of a folder; None where the file system has no locks."""
+    """The locked file `lock` of a folder; None where the system or the file system has no locks."""
+    if fcntl is None:
+        return None
     new = folder / f"{LOCK}.new"
     lock = new.open("w")
     try:
@@ -96,7 +103,9 @@ def clear(output_dir: Path, caller: str = "", *, alone: bool = True) -> None:
 
 
 def liveness(folder: Path) -> Literal["alive", "dead", "unknown"]:
-    """Whether the run of a folder is active; unknown without a lock file, or on a file system without locks."""
+    """Whether the run of a folder is active; unknown without a lock file, or where the system has no locks."""
+    if fcntl is None:
+        return "unknown"
     try:
         # NFS locks only files that are open for writing. Another user's may be readable only.
         with (folder / LOCK).open("r+" if os.access(folder / LOCK, os.W_OK) else "r") as lock:

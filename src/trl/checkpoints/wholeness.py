@@ -8,7 +8,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,13 +84,13 @@ def publish(
 
 def _sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        if not path.is_dir():  # some network file systems cannot flush folders
-            raise
-    finally:
+    if not path.is_dir():
+        with path.open("rb+" if os.name == "nt" else "rb") as file:  # copies of files may be read-only
+            os.fsync(file)
+    elif os.name != "nt":  # where folders cannot be opened
+        handle = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # some network file systems cannot flush folders
+            os.fsync(handle)
         os.close(handle)
 
 

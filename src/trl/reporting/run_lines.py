@@ -1,6 +1,5 @@
 """A run on the screen: one line per log, a bar for evaluations over two seconds, and a table at the end."""
 
-import resource
 import sys
 import textwrap
 import time
@@ -14,6 +13,11 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
 from trl.reporting.tables import duration
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 LogFormat = Literal["auto", "lines", "dict"]
 Logs = Mapping[str, Any]  # numbers by name
@@ -46,9 +50,11 @@ def short_number(value: float) -> str:
 
 
 def peak_memory() -> float:
-    """Peak memory in bytes: of the GPU where there is one, else the resident set of the process."""
+    """Peak memory in bytes: of the GPU where there is one, else the resident set of the process; 0 where unknown."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
+    if resource is None:
+        return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
@@ -114,7 +120,8 @@ class RunLines(ProgressCallback, PrinterCallback):
             facts = [f"time {duration(time.perf_counter() - self.began)}"]
             if (count := logs.get(f"num_{self.counted}", self.last_tokens)) is not None:
                 facts.append(f"{self.counted} {short_number(count)}")
-            facts.append(f"peak memory {peak_memory() / 2**30:.1f}G")
+            if memory := peak_memory():
+                facts.append(f"peak memory {memory / 2**30:.1f}G")
             for row in [*summary_rows(self.table), "   ".join(facts)]:
                 _print(row)
             if self.saved is not None:
@@ -167,7 +174,8 @@ class RunLines(ProgressCallback, PrinterCallback):
                 rate = (tokens - start) / max(now - self.last_time, 1e-9)
                 cells.append(f"{short_number(rate):>5} {self.rate}")
             self.last_tokens, self.last_time = tokens, now
-        cells.append(f"{peak_memory() / 2**30:.1f}G")
+        if memory := peak_memory():
+            cells.append(f"{memory / 2**30:.1f}G")
         done = state.global_step - self.first_step
         if done > 0 and state.max_steps < sys.maxsize:
             cells.append(f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left")
