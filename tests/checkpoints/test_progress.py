@@ -2,7 +2,11 @@
 
 import json
 
-from trl.checkpoints.progress import load_progress, save_progress
+import pytest
+import torch.distributed as dist
+
+from trl.checkpoints.progress import load_progress, save_progress, together
+from trl.checkpoints.wholeness import CheckpointError
 
 STATES = [
     {"processes": 2, "copies": 1, "loss_since_log": 1.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 30,
@@ -47,3 +51,34 @@ def test_processes_that_share_rows_count_them_once(tmp_path):
 def test_a_missing_file_is_said(tmp_path, caplog):
     assert load_progress(tmp_path, rank=0, processes=1) is None
     assert "start from zero" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (CheckpointError("step 3 lost a part"), CheckpointError),
+        (FileNotFoundError("no checkpoint in run"), FileNotFoundError),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "odd"), ValueError),
+        (TypeError("odd"), RuntimeError),
+    ],
+)
+def test_an_error_of_another_process_keeps_its_kind_and_names_that_process(monkeypatch, error, kind):
+    """Programs that catch it do so in every process."""
+    sent = []
+
+    def gather(outcomes, mine, group=None):
+        sent.append(mine)
+        outcomes[:] = (sent * 2)[:2]
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(type(error)) as own:
+        together(fail)
+    assert own.value is error
+    with pytest.raises(kind, match="in process 0: ") as others:
+        together(lambda: 1)
+    assert type(others.value) is kind and str(error) in str(others.value)

@@ -13,13 +13,13 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl.checkpoints.wholeness import checkpoints_in, read_manifest
+from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, read_manifest
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Progress = dict[str, Any]  # JSON values
-_RAISED = ConnectionError, PermissionError, OSError, ValueError, RuntimeError
+_RAISED = CheckpointError, FileNotFoundError, ConnectionError, PermissionError, OSError, ValueError, RuntimeError
 
 
 def date_of_run(args: TrainingArguments) -> str:
@@ -40,7 +40,7 @@ def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> li
     try:
         value = act()
     except Exception as error:
-        # Others raise a builtin type that takes a text: they may not be able to build the error itself.
+        # Others raise a type that takes a text: they may not be able to build the error itself.
         failure, kind = error, next((kind for kind in _RAISED if isinstance(error, kind)), RuntimeError)
     outcomes: list[Any] = [(value, kind, str(failure))]
     if dist.is_initialized():
