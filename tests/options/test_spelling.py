@@ -155,7 +155,9 @@ def test_numbers_and_words_that_do_not_fit_come_before_anything_is_loaded(tmp_pa
     given = {"output_dir": str(tmp_path), "use_cpu": True}
     with pytest.raises(ValueError, match=r"got 'adamw8bit'\. Did you mean adamw_8bit\?"):
         SFTConfig(**given, optim="adamw8bit")
-    with pytest.raises(ValueError, match="load_best_model_at_end requires the save and eval strategy to match"):
+    with pytest.raises(
+        ValueError, match=r"load_best_model_at_end needs .* got eval_strategy='no', save_strategy='steps'"
+    ):
         DPOConfig(**given, load_best_model_at_end=True)
     SFTConfig(**given, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
     SFTConfig(**given, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="best")

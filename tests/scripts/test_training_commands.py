@@ -153,7 +153,7 @@ BAD = [
     (
         "sft",
         "--load_best_model_at_end true",
-        "load_best_model_at_end requires the save and eval strategy to match",
+        "load_best_model_at_end needs an evaluation for every saved model",
     ),
     (
         "sft",

@@ -101,7 +101,19 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             lengths = f"{self.num_train_epochs}, {self.max_steps}"
             raise ValueError(f"num_train_epochs must be > 0 or max_steps >= 1, got {lengths}.")
-        if self.eval_steps and getattr(self.eval_strategy, "value", self.eval_strategy) == "no":
+        strategies = [getattr(strategy, "value", strategy) for strategy in (self.eval_strategy, self.save_strategy)]
+        if self.load_best_model_at_end and strategies[1] != "best" and len(set(strategies)) > 1:
+            raise ValueError(
+                "load_best_model_at_end needs an evaluation for every saved model, got eval_strategy={!r}, "
+                "save_strategy={!r}. Set both to 'steps' or 'epoch', or save_strategy to 'best'.".format(*strategies)
+            )
+        if self.load_best_model_at_end and strategies == ["steps", "steps"]:
+            evaluated = self.eval_steps or self.logging_steps
+            if (self.save_steps < 1) != (evaluated < 1) or round(self.save_steps * 1e6) % round(evaluated * 1e6):
+                steps = f"{evaluated:g}{'' if self.eval_steps else ' (of logging_steps)'}"
+                needs = "load_best_model_at_end needs save_steps to be a multiple of eval_steps"
+                raise ValueError(f"{needs}, got {self.save_steps:g} and {steps}. Set save_steps to {evaluated:g}.")
+        if self.eval_steps and strategies[0] == "no":
             warn_caller(f"eval_steps={self.eval_steps:g} has no effect with eval_strategy='no'. Set it to 'steps'.")
         names, name = [name.value for name in OptimizerNames], str(getattr(self.optim, "value", self.optim))
         if name not in names:
