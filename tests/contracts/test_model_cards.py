@@ -38,7 +38,7 @@ def test_the_card_has_the_paper_and_its_citation(name: str) -> None:
     if kind.__name__ in WITHOUT_PAPER:
         assert kind._paper is None and "papers/" not in text and text.count("```bibtex") == 1
         return
-    title, number, _ = kind._paper
+    title, number = kind._paper
     assert re.fullmatch(r"\d{4}\.\d{5}", number)
     assert f"from [{title}](https://huggingface.co/papers/{number})" in text
     citation = text.split("```bibtex")[1].split("```")[0]
