@@ -134,6 +134,17 @@ def test_a_model_that_cannot_be_loaded(with_vllm, monkeypatch, capsys):
     assert not token_file(port).exists()
 
 
+@needs_fastapi
+def test_an_error_of_the_running_server_is_shown_whole(with_vllm, monkeypatch):
+    def fails(server, backend, token):
+        raise ValueError("a defect of ours")
+
+    monkeypatch.setattr("trl.scripts.vllm_serve.VLLMBackend", lambda model: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("trl.generation.serving.app.GenerationServer.serve", fails)
+    with pytest.raises(ValueError, match="a defect of ours"):
+        main(["vllm-serve", "--model", "m", "--port", str(free_port())])
+
+
 @pytest.mark.parametrize("told", [signal.SIGTERM])
 def test_told_to_end_it_ends_what_it_began(told):
     before, events = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)], []

@@ -50,22 +50,23 @@ def serve(arguments: ServeArguments) -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = arguments.log_level.upper()
     logging.getLogger("trl").setLevel(arguments.log_level.upper())
     host, port = arguments.host, arguments.port
-    with reporting_input_errors(), until_told(), ExitStack() as stack:
-        check_vllm("trl vllm-serve")
-        check_token_source(host)
-        from trl.generation.serving.app import GenerationServer
+    with until_told(), ExitStack() as stack:
+        with reporting_input_errors():
+            check_vllm("trl vllm-serve")
+            check_token_source(host)
+            from trl.generation.serving.app import GenerationServer
 
-        with needing_address(host, port):
-            server = stack.enter_context(closing(GenerationServer(host, port)))
-        try:
-            backend = stack.enter_context(closing(VLLMBackend(arguments)))
-        except Exception as error:
-            raise CommandError(f"vLLM could not load {arguments.model}: {error} See its log above.") from error
-        # Another one may have begun to listen meanwhile.
-        with needing_address(host, port):
-            server.listen()
-        # The port is this server's: the file is named after it, and would replace that of another.
-        token = stack.enter_context(server_token(host, port))
+            with needing_address(host, port):
+                server = stack.enter_context(closing(GenerationServer(host, port)))
+            try:
+                backend = stack.enter_context(closing(VLLMBackend(arguments)))
+            except Exception as error:
+                raise CommandError(f"vLLM could not load {arguments.model}: {error} See its log above.") from error
+            # Another one may have begun to listen meanwhile.
+            with needing_address(host, port):
+                server.listen()
+            # The port is this server's: the file is named after it, and would replace that of another.
+            token = stack.enter_context(server_token(host, port))
         logger.info("Serving %s on http://%s:%d", arguments.model, host, port)
         try:
             server.serve(backend, token=token)
