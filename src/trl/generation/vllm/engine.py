@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from operator import itemgetter
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.checkpoints.progress import together
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
-from trl.generation.live import Live, Scored, check_alone
+from trl.generation.live import Listener, Live, Scored, check_alone
 from trl.generation.live import Request as LiveRequest
 from trl.generation.main_process import any_process, process_count
 from trl.generation.serving.connection import Json
@@ -152,10 +152,20 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
     return settings
 
 
-class LiveCopy:
-    """A `Live` engine over the `steps` of a copy of the policy: `Steps`, or those of a server."""
+class CopySteps(Protocol):
+    """Requests to a copy that come and go between its steps: `Steps`, or those of a server."""
 
-    def __init__(self, copy: PolicyCopy, steps: Any) -> None:
+    @property
+    def busy(self) -> bool: ...
+    def submit(self, request: Request, listener: Listener | None = None) -> int: ...
+    def cancel(self, request: int) -> None: ...
+    def step(self) -> dict[int, Answer]: ...
+
+
+class LiveCopy:
+    """A `Live` engine over the `steps` of a copy of the policy."""
+
+    def __init__(self, copy: PolicyCopy, steps: CopySteps) -> None:
         self.copy, self.steps = copy, steps
         self._sampling: dict[int, Sampling] = {}
         self._early: dict[int, Answer] = {}  # to requests that ended while a prompt was scored
