@@ -3,7 +3,7 @@ import torch
 from tests.trainer.resume_worker import tokenizer
 
 from trl.collators.reward import RewardCollator, RewardDataCollatorWithPadding, as_reward_batch, shared_length
-from trl.models.packed.layout import count_sequence_tokens, count_tokens, padded_rows
+from trl.models.packed.layout import count_tokens, padded_rows
 
 ROWS = [
     {"chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8, 9], "margin": 0.5},
@@ -55,7 +55,7 @@ def test_every_layout_holds_the_same_sequences(kind, multiple):
     collate = RewardCollator(prefix_sharing=kind == "shared", packed=kind != "padded", pad_to_multiple_of=multiple)
     batch = collate(ROWS)
     assert sequences(batch) == SEQUENCES
-    assert int(count_sequence_tokens(batch)) == sum(map(len, SEQUENCES))
+    assert int(count_tokens(batch, of_sequences=True)) == sum(map(len, SEQUENCES))
     assert int(count_tokens(batch)) == (15 if kind == "shared" else sum(map(len, SEQUENCES)))
     if multiple:
         assert batch["input_ids"].shape[1] % multiple == 0

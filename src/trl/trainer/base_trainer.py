@@ -24,7 +24,7 @@ from trl.checkpoints.runs import Runs
 from trl.checkpoints.spread import Spread
 from trl.methods.method import ALONE, Batch, Method, Outcome, Scoring, Step, StepPart
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
-from trl.models.packed.layout import STEP_PART, Inputs, count_sequence_tokens
+from trl.models.packed.layout import STEP_PART, Inputs, count_tokens
 from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel
@@ -237,7 +237,7 @@ class BaseTrainer(Trainer):
         inputs = self.take_batch(inputs)
         part = inputs.get(STEP_PART, ALONE)
         if self.mode == "train" and self._token_counts is None and not part.fills_up:
-            self.run_metrics.count_tokens(count_sequence_tokens(self.method.learned(inputs)))
+            self.run_metrics.count_tokens(count_tokens(self.method.learned(inputs), of_sequences=True))
         counts = self.method.count(inputs)
         step = counts.clamp(min=1)
         if num_items_in_batch is not None:

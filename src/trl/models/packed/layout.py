@@ -98,22 +98,19 @@ def row_count(batch: Columns, *, per_row: int = 1) -> int:
     return len(batch["rows"]) if "rows" in batch else batch["input_ids"].shape[0] // per_row
 
 
-def count_tokens(batch: Columns) -> Tensor:
-    """Number of real tokens of a batch as an int64 scalar; of an encoder-decoder's, prompts and completions."""
+def count_tokens(batch: Columns, *, of_sequences: bool = False) -> Tensor:
+    """Number of real tokens of a batch as an int64 scalar; of an encoder-decoder's, prompts and completions.
+
+    `of_sequences`: a shared prompt counts once for each of its branches.
+    """
     if "decoder_labels" in batch:
         return batch["attention_mask"].sum() + (batch["decoder_labels"] != IGNORED).sum()
     if "attention_mask" in batch:
         return batch["attention_mask"].sum()
     tokens = torch.as_tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
-    return tokens - batch["filler"].sum() if "filler" in batch else tokens
-
-
-def count_sequence_tokens(batch: Columns) -> Tensor:
-    """Number of real tokens of a batch's sequences as an int64 scalar: each branch counts its prompt too."""
-    if "segment_table" not in batch:
-        return count_tokens(batch)
-    segments = _segments(batch)
-    tokens = (segments.length + segments.prefix_length)[segments.leaves].sum().to(batch["input_ids"].device)
+    if of_sequences and "segment_table" in batch:
+        segments = _segments(batch)
+        tokens = (segments.length + segments.prefix_length)[segments.leaves].sum().to(tokens.device)
     return tokens - batch["filler"].sum() if "filler" in batch else tokens
 
 
