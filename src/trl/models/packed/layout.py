@@ -107,10 +107,11 @@ def count_tokens(batch: Columns, *, of_sequences: bool = False) -> Tensor:
         return batch["attention_mask"].sum() + (batch["decoder_labels"] != IGNORED).sum()
     if "attention_mask" in batch:
         return batch["attention_mask"].sum()
-    tokens = torch.as_tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
+    tokens = torch.tensor(batch["input_ids"].numel())
     if of_sequences and "segment_table" in batch:
         segments = _segments(batch)
-        tokens = (segments.length + segments.prefix_length)[segments.leaves].sum().to(tokens.device)
+        tokens = (segments.length + segments.prefix_length)[segments.leaves].sum()
+    tokens = tokens.to(batch["input_ids"].device)
     return tokens - batch["filler"].sum() if "filler" in batch else tokens
 
 
