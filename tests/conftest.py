@@ -18,7 +18,7 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,19 +46,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop() -> Generator[None, object, object]:
-    """Programs of tests run in forks of what their modules have imported."""
-    if two_processes := sys.modules.get("tests.two_processes"):
-        two_processes.prepared()
-    return (yield)
+    """Temporary folders of tests, and of programs in forks of what their modules have imported, go when the run ends.
 
-
-@pytest.fixture(scope="session", autouse=True)
-def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests and the library put into temporary folders goes when the run ends; `tmp_path` stays as pytest has it."""
-    tmp_path_factory.getbasetemp()
+    `tmp_path` stays where pytest has it.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     with TemporaryDirectory(prefix="trl-tests-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        yield
+        if two_processes := sys.modules.get("tests.two_processes"):
+            two_processes.prepared()
+        return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)
