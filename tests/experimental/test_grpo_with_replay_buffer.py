@@ -61,6 +61,13 @@ def test_groups_that_teach_nothing_give_way_to_earlier_ones():
     assert torch.equal(first.per_row[ADVANTAGE].view(2, 4)[0], first.per_row[ADVANTAGE].view(2, 4)[1])
 
 
+def test_a_run_does_not_draw_from_an_earlier_one():
+    trainer, _ = make("replay", reward_funcs=only_at_first, max_steps=1)
+    for _ in range(2):
+        trainer.train()
+        assert len(trainer.buffer) == 2
+
+
 def test_tokens_that_are_learned_from_again_are_counted_once():
     trainer, _ = run("replay", reward="first_is_rare", max_steps=8)
     entries = logs(trainer)

@@ -70,6 +70,15 @@ def test_delta_is_the_mean_reward_of_the_run():
     assert found == pytest.approx([rewards[:3].mean().item(), rewards[:6].mean().item(), rewards.mean().item()])
 
 
+def test_delta_forgets_an_earlier_run():
+    trainer = make(per_device_train_batch_size=3, max_steps=2, learning_rate=0.0, beta=BETA)
+    runs = []
+    for _ in range(2):
+        trainer.train()
+        runs.append([entry["delta"] for entry in trainer.state.log_history if "delta" in entry])
+    assert runs[0] == runs[1]
+
+
 def test_an_evaluation_does_not_move_delta():
     trainer = make(beta=BETA, eval_dataset=Dataset.from_list(rows()), per_device_eval_batch_size=3)
     assert trainer.evaluate()["eval_delta"] == 0

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
     `terms` add up to the loss, each divided by the step's number of its units. `predictions` `(B, ...)` and
     `labels` `(B, ...)` are what `compute_metrics` is given; None where they are not known. `local`: the sum of the
     losses whose gradient was taken in the scoring forward; the terms of these losses have no gradient. `extremes`:
-    values of which a log shows the smallest (names that begin with `min`) or the largest.
+    values of which a log shows the smallest (names with the word `min`, see `extreme_of`) or the largest.
     """
 
     terms: Sequence[LossTerms]
@@ -242,9 +242,9 @@ class Method:
         return {} if self.mean_reward is None else {"rewards": self.mean_reward.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`."""
-        if self.mean_reward is not None and "rewards" in state:
-            self.mean_reward.load_state(state["rewards"])
+        """Resume from `state`; from an empty one, begin anew."""
+        if self.mean_reward is not None:
+            self.mean_reward.load_state(state.get("rewards", {}))
 
 
 class PairMethod(Method):

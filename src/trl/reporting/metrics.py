@@ -42,7 +42,7 @@ class MetricSums:
         """
         for name, extreme in extremes.items():
             scalar, known = _scalar(extreme), self._extremes.get(name)
-            choose = torch.fmin if _is_smallest(name) else torch.fmax  # which ignore NaN
+            choose = torch.fmin if extreme_of(name) == "min" else torch.fmax  # which ignore NaN
             self._extremes[name] = scalar if known is None else choose(known.to(scalar.device), scalar)
         for name, value in values.items():
             total, known = _scalar(value.total), self._sums.get(name)
@@ -65,7 +65,7 @@ class MetricSums:
         means = {name: total / count for name, (total, count) in _as_floats(sums).items() if count}
         names = dict.fromkeys(name for extremes in every for name in extremes)
         return means | {
-            name: (min if _is_smallest(name) else max)(extremes[name] for extremes in every if name in extremes)
+            name: (min if extreme_of(name) == "min" else max)(extremes[name] for extremes in every if name in extremes)
             for name in names
         }
 
@@ -82,8 +82,14 @@ class MetricSums:
         )
 
 
-def _is_smallest(name: str) -> bool:
-    return "min" in name.rpartition("/")[2].split("_")
+def extreme_of(name: str) -> str | None:
+    """ "min" or "max" for a metric whose name has this word behind the last slash; None for a mean.
+
+    >>> extreme_of("clip_ratio/low_min"), extreme_of("completions/max_length"), extreme_of("minimum/kl")
+    ('min', 'max', None)
+    """
+    words = name.rpartition("/")[2].split("_")
+    return next((word for word in ("min", "max") if word in words), None)
 
 
 def _scalar(value: Tensor) -> Tensor:
@@ -151,8 +157,8 @@ class RunningMean:
         return {"total": self.total, "count": self.count}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from `state`."""
-        self.total, self.count = state["total"], state["count"]
+        """Go on from `state`; from an empty one, begin anew."""
+        self.total, self.count = state.get("total", 0.0), state.get("count", 0.0)
 
 
 def compute_accuracy(eval_pred: EvalPrediction | tuple[ArrayLike, ArrayLike]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
+from trl.reporting.metrics import extreme_of
 from trl.rewards.result import score_mean, score_std, scores_by_source
 from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
@@ -94,8 +95,8 @@ def measured_lengths(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
 
 
 def split_extremes(metrics: Mapping[str, Weighted]) -> tuple[dict[str, Weighted], dict[str, Tensor]]:
-    """Metrics without minima and maxima (names with `min` or `max` after the last slash), and these."""
-    extremes = {n: value.mean for n, value in metrics.items() if n.rpartition("/")[2][:3] in ("min", "max")}
+    """Metrics without minima and maxima (`extreme_of` their names), and these."""
+    extremes = {name: value.mean for name, value in metrics.items() if extreme_of(name)}
     return {name: value for name, value in metrics.items() if name not in extremes}, extremes
 
 

@@ -43,7 +43,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
 
 
 def begin_training(trainer: Any) -> None:
-    """Check what the first evaluation needs, or load the state of the checkpoint, when training begins."""
+    """Forget an earlier run, check what the first evaluation needs, or load the checkpoint, when training begins."""
+    trainer.method.load_state({})
     state, run = trainer.state, trainer.runs.current
     if state.global_step == 0:
         check_best_metric(trainer)

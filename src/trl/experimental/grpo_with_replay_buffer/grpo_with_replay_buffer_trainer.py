@@ -61,6 +61,8 @@ class GRPOWithReplayBufferTrainer(LegacyReplay, GRPOTrainer):
 
     def make_rollout_batch(self, number: int) -> Experience:
         """A rollout batch whose groups with equal rewards are replaced by earlier ones; metrics are of the new ones."""
+        if number == 0:
+            self.buffer.clear()  # of an earlier run
         batch = super().make_rollout_batch(number)
         batch = batch.with_rows(**{REPLAYED: torch.zeros(len(batch), dtype=torch.bool)})
         if not self.buffer.size:
