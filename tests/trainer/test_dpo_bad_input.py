@@ -8,7 +8,7 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.dpo_runs import make, pairs
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, SyncRefModelCallback
 
 GOOD = {"prompt": "The sky is", "chosen": " blue", "rejected": " brown"}
 
@@ -31,6 +31,14 @@ def test_rows_of_later_without_what_was_asked_in_advance(tmp_path, monkeypatch):
     trainer = make(precompute_ref_log_probs=True)
     with pytest.raises(ValueError, match=r"ref_chosen_logps.*the reference was asked before the first step"):
         trainer.evaluate(Dataset.from_list(pairs()))
+
+
+def test_a_callback_that_moves_a_reference_that_was_asked_in_advance(tmp_path):
+    models = {"model": tiny_model("gpt2", vocab_size=400), "ref_model": tiny_model("gpt2", vocab_size=400, seed=1)}
+    with pytest.raises(ValueError, match=r"precompute_ref_log_probs=True scores .* and a callback changes it"):
+        text_trainer(
+            [GOOD], tmp_path, **models, precompute_ref_log_probs=True, callbacks=[SyncRefModelCallback(None, None)]
+        )
 
 
 # ---- images

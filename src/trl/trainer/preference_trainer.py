@@ -113,6 +113,11 @@ class PreferenceTrainer(BaseTrainer):
                 )
         if not self.args.precompute_ref_log_probs:  # type: ignore[attr-defined]
             return
+        if self._moved_reference is not None:
+            raise ValueError(
+                "precompute_ref_log_probs=True scores with the reference once, before training, and a callback changes "
+                "it while training. Set it to False, or leave the callback out."
+            )
         assert self.model is not None
 
         def score(batch: Batch) -> dict[str, Tensor]:
