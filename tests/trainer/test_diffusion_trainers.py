@@ -177,6 +177,13 @@ def test_resuming_is_bit_exact(kind, lora, tmp_path):
     assert all(torch.equal(value, whole[name]) for name, value in weights(latest).items())
 
 
+@pytest.mark.parametrize(("frequency", "saved"), [(3, ["checkpoint_0"]), (0, [])])
+def test_a_run_of_one_epoch_is_saved(frequency, saved, tmp_path):
+    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "sample_num_steps": 2, "save_freq": frequency}
+    ddpo(**settings).train(1)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == saved
+
+
 def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
     settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 2, "sample_num_steps": 2}
     ddpo(**settings).train(4)

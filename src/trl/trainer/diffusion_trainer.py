@@ -154,7 +154,7 @@ class DiffusionTrainer:
                 state.global_step, logged["num_images"] = epoch + 1, self._images - images
                 lines.on_log(None, state, None, logs=logged)
                 events.write("log", epoch + 1, **log_facts(logged))
-                if epoch and frequency and (epoch % frequency == 0 or epoch == last):
+                if frequency and (epoch == last or (epoch and epoch % frequency == 0)):
                     self.save_checkpoint(epoch, self._global_step)
             events.write("end", last + 1)
         if isinstance(lines, RunLines):
