@@ -10,10 +10,11 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import BitsAndBytesConfig
 
 from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import logs, make, run
-from trl import DistillationConfig, GRPOConfig
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig
 from trl.experimental.minillm import MiniLLMConfig
 from trl.objectives.distillation import discounted_advantages, divergence
 from trl.rollouts.experience import ADVANTAGE, TRAINED, Experience
@@ -160,6 +161,16 @@ def test_minillm_takes_the_discounted_log_ratios_of_later_tokens() -> None:
     by_row = rows.per_row[ADVANTAGE][rows.completions.row_index]
     torch.testing.assert_close(rows.per_token[ADVANTAGE], by_row + sums, rtol=1e-9, atol=1e-12)
     assert rows.per_token[TRAINED].all()
+
+
+def test_a_quantised_student_leaves_the_config_as_it_is(tmp_path: Any) -> None:
+    args, rows = DistillationConfig(str(tmp_path), use_cpu=True), Dataset.from_dict({"prompt": ["a"]})
+    with pytest.raises((OSError, ImportError)):  # without such a model, or without bitsandbytes
+        DistillationTrainer(
+            str(tmp_path / "nothing"), tiny_model("llama"), args, rows,
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
+        )  # fmt: skip
+    assert args.model_init_kwargs is None
 
 
 def test_what_is_refused_before_the_first_step(tmp_path: Any) -> None:

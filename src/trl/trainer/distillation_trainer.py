@@ -1,5 +1,6 @@
 """On-policy distillation: a student learns a teacher's distributions on its own completions of prompts."""
 
+from copy import copy
 from typing import Any, ClassVar
 
 from transformers import TrainerCallback
@@ -67,6 +68,7 @@ class DistillationTrainer(LegacyGroups, OnlineTrainer):
                 raise ValueError(
                     "quantization_config was passed to the trainer and is in model_init_kwargs. Set one of them."
                 )
+            args = copy(args)
             args.model_init_kwargs = {**kwargs, "quantization_config": quantization_config}
         super().__init__(
             model, None, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
