@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import logging
 import math
 import sys
@@ -76,7 +77,6 @@ def test_every_kind_of_function_gives_its_scores_under_its_name(kind, deadline):
     result = sources.score(INPUTS)
     assert result.scores.tolist() == LENGTHS
     assert result.names == (name,)
-    sources.close()
 
 
 def test_functions_are_called_as_documented_and_keep_nothing():
@@ -175,7 +175,6 @@ def test_functions_are_not_given_lost_rows_also_beside_other_sources(lost, caplo
     seen, kept = [], len(lost) - sum(lost)
     sources = RewardSources([function, Every(), async_function])
     scores = sources.score(INPUTS, lost=torch.tensor(lost)).scores
-    sources.close()
     assert seen == [kept] * 2 * (kept > 0) and not caplog.records
     expected = [[math.nan] * 3 if gone else [own, 1.0, own] for gone, (own,) in zip(lost, LENGTHS, strict=True)]
     torch.testing.assert_close(scores, torch.tensor(expected).double(), equal_nan=True)
@@ -328,12 +327,17 @@ def test_async_sources_run_at_the_same_time_on_one_loop():
 
         return ask
 
+    before = set(threading.enumerate())
     sources = RewardSources([judge(0), length, judge(1), judge(2)])
     for _ in range(2):
         assert sources.score(INPUTS).scores[0].tolist() == [0.0, 6.0, 1.0, 2.0]
     assert most == 3
-    assert len(loops) == 1  # kept from call to call
-    sources.close()
+    (loop,) = loops  # kept from call to call
+    (thread,) = (x for x in set(threading.enumerate()) - before if x.name.startswith("reward-event-loop"))
+    del sources
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive() and loop.is_closed()
 
 
 def test_an_async_source_past_its_deadline_is_cancelled():
@@ -406,7 +410,6 @@ def test_threads_share_one_loop_and_are_limited(monkeypatch):
     monkeypatch.setattr(asyncio, "new_event_loop", slowly)
     calls = deadlines.AsyncCalls("reward")
     found = list(deadlines.DaemonThreads(2).map(call, range(6)))
-    calls.close()
     assert found == [(True, made[0], number) for number in range(6)] and len(made) == 1 and max(most) == 2
 
 

@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple, TypeVar
+from weakref import finalize
 
 import torch
 
@@ -138,7 +139,10 @@ class ThreadedCalls:
 
 
 class AsyncCalls:
-    """One event loop on a daemon thread, kept from call to call, so that clients that belong to a loop stay usable."""
+    """One event loop on a daemon thread, kept from call to call, so that clients that belong to a loop stay usable.
+
+    It ends with this object.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self._warned = name, False
@@ -152,6 +156,7 @@ class AsyncCalls:
             loop, thread = self._loop, self._thread
             if loop is None or thread is None or not thread.is_alive():
                 self._loop = loop = asyncio.new_event_loop()
+                finalize(self, _stop, loop).atexit = False
                 name = f"{self.name}-event-loop-{next(_numbers)}"
                 self._thread = thread = threading.Thread(target=_run, args=[loop], name=name, daemon=True)
                 thread.start()
@@ -191,20 +196,20 @@ class AsyncCalls:
             f"without `await`. Its thread {pending.thread.name!r} cannot be stopped and runs until it returns"
         )
 
-    def close(self) -> None:
-        """Stop the loop; a later call starts another."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop = self._thread = None
-
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     """Run a loop until it is stopped; a call that exits the program ends alone, with that as its result."""
-    while True:
-        try:
-            return loop.run_forever()
-        except (SystemExit, KeyboardInterrupt):
-            continue
+    with closing(loop):
+        while True:
+            try:
+                return loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                continue
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
 
 
 async def bounded(awaitable: Awaitable[Result], seconds: float | None) -> Result:

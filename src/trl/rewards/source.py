@@ -136,10 +136,6 @@ class RewardSources:
                 call.future.cancel()
         return self._result([answer for _, answer in sorted(answers.items())], inputs, kept)
 
-    def close(self) -> None:
-        """Stop the event loop of the async sources; the next call starts another."""
-        self._loop.close()
-
     def _call(self, number: int, inputs: RewardInputs) -> object:
         """What a source returns, or the exception that it raises."""
         source, seconds = self.sources[number], self._deadlines[number]

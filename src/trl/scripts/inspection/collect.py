@@ -3,7 +3,6 @@
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -171,6 +170,6 @@ def scored(functions: Sequence[str], rows: Dataset, column: str) -> dict[str, np
         [{"role": "assistant", "content": answer}] if isinstance(prompt, list) and isinstance(answer, str) else answer
         for prompt, answer in zip(columns["prompt"], columns[column], strict=True)
     ]
-    with closing(RewardSources(resolve_reward_funcs(functions), on_failure="skip")) as sources:
-        scores = sources.score(RewardInputs(columns["prompt"], answers, columns=columns)).scores.numpy()
+    sources = RewardSources(resolve_reward_funcs(functions), on_failure="skip")
+    scores = sources.score(RewardInputs(columns["prompt"], answers, columns=columns)).scores.numpy()
     return {name: values[np.isfinite(values)] for name, values in zip(sources.names, scores.T, strict=True)}
