@@ -4,16 +4,19 @@
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 
 from tests.trainer import dpo_runs, sft_runs
+from trl.checkpoints.progress import together
 
 EVALUATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "a stream": {"streams": True},
+    "a stream with workers": {"streams": True, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},
 }  # fmt: skip
 
 
@@ -81,11 +84,25 @@ def goes_on(folder: str) -> bool:
     return all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
 
 
+def is_refused(folder: str) -> bool:
+    """Whether a run whose folder cannot be made ends in this process."""
+    file = Path(folder) / "file"
+    file.touch()
+    trainer = dpo_runs.make(folder, save_strategy="steps", max_steps=1)
+    trainer.args.output_dir = str(file / "run")
+    try:
+        trainer.train()
+    except OSError:
+        return True
+    return False
+
+
 def main(out: str, folder: str) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {name: evaluated(**settings) for name, settings in EVALUATIONS.items()}
     found.update({name: sft_evaluated(**settings) for name, settings in SEQUENCES.items()})
     found["goes on"] = goes_on(folder)
+    found["refused"] = together(lambda: is_refused(folder))
     if int(torch.distributed.get_rank()) == 0:
         torch.save(found, out)
     torch.distributed.destroy_process_group()

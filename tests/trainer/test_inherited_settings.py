@@ -172,6 +172,7 @@ def test_two_processes_count_each_row_once_and_go_on(tmp_path):
     for name in SEQUENCES:
         assert found[name] == pytest.approx(expected, rel=0, abs=1e-6), name
     assert found["goes on"]
+    assert found["refused"] == [True, True]
 
 
 def test_samples_are_the_first_rows_of_a_stream_in_every_process():

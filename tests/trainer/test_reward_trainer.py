@@ -146,11 +146,14 @@ def test_compute_metrics_gets_both_rewards_of_each_pair():
 def test_samples_are_shown(capsys):
     trainer = make(eval_dataset=Dataset.from_list(rows()), per_device_eval_batch_size=2)
     trainer.model.train()
+    state = trainer.accelerator.gradient_state
+    before = state.active_dataloader
     trainer.evaluate(num_print_samples=3)
     shown = capsys.readouterr().out
     words = tokenizer().decode(rows()[2]["chosen_input_ids"]).split()
     assert "chosen_text" in shown and "rejected_text" in shown and "logits" in shown
     assert words[0] in shown
+    assert state.active_dataloader in (before, None)  # not that of the samples, which was left before its end
     assert shown.count("[-") + shown.count("[0") + shown.count("[1") + shown.count("[2") == 3
     with pytest.raises(ValueError, match="eval_dataset, got None"):
         make().visualize_samples(1)

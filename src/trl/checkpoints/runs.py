@@ -86,8 +86,12 @@ class Runs:
         saves = saves or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         output_dir = Path(str(args.output_dir))
         folder = self.current.folder if self.current else output_dir / on_main(self._accelerator, run_folder_name)
-        if saves and args.should_save:
-            stack.enter_context(owned(folder, exclusive=alone))
+
+        def take_folder() -> None:
+            if saves and args.should_save:
+                stack.enter_context(owned(folder, exclusive=alone))
+
+        together(take_folder)
         stack.callback(setattr, self, "current", self.current)
         url: str | None = getattr(args, "checkpoint_mirror", None)
         mirror = Mirror(url) if url else None

@@ -1,13 +1,14 @@
 """Data loaders over all processes: whole rounds of batches, rows of like lengths together, each evaluated row once."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import finalize, ref
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
+from accelerate.data_loader import BatchSamplerShard, DataLoaderStateMixin, IterableDatasetShard, SeedableRandomSampler
 from accelerate.state import GradientState
 from datasets import Dataset
 from torch import Tensor
@@ -138,6 +139,16 @@ def order_of(loader: Any) -> Sampler | None:
     return getattr(_sampler(loader), "sampler", None)
 
 
+@contextmanager
+def left_early(loader: DataLoader) -> Iterator[DataLoader]:
+    """A loader that may be left before its end, which accelerate would take for the one that is read afterwards."""
+    try:
+        yield loader
+    finally:
+        if isinstance(loader, DataLoaderStateMixin):
+            loader.end()
+
+
 def fills_up(state: GradientState, args: TrainingDefaults) -> bool:
     """Whether the batch that was drawn last is its loader's last one, which has rows for other processes alone."""
     if args.data_processes == 1 or not state.end_of_dataloader:
@@ -182,11 +193,17 @@ def order_seed(args: TrainingArguments) -> int:
 def rounds_loader(make: Callable[..., DataLoader], dataset: Any, trainer: Trainer, *, training: bool) -> DataLoader:
     """The loader of whole rounds by `make`; evaluations read all rows, in order. Workers end with the trainer."""
     args: Any = trainer.args
+    held: dict[str, object] = {}
     if not training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
+        if args.data_processes > 1:  # a worker's copy would know what its last round lacks
+            workers = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+            held = {f"dataloader_{name}": value for name, value in workers.items()}
         dataset = StreamRounds(dataset, args.eval_batch_size, process=args.data_index, processes=args.data_processes)
-    drops = training and args.dataloader_drop_last
-    order = args.train_sampling_strategy if training else "random"
-    with holding(args, "dataloader_drop_last", drops), holding(args, "train_sampling_strategy", order):
+    held["dataloader_drop_last"] = training and args.dataloader_drop_last
+    held["train_sampling_strategy"] = args.train_sampling_strategy if training else "random"
+    with ExitStack() as stack:
+        for name, value in held.items():
+            stack.enter_context(holding(args, name, value))
         loader = in_rounds(make(dataset), args)
     if args.dataloader_persistent_workers:
         finalize(trainer, _end_workers, ref(loader)).atexit = False  # torch has its own way then

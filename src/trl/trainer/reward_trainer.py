@@ -18,6 +18,7 @@ from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.models.switches import in_eval_mode
 from trl.trainer import arguments
+from trl.trainer.loaders import fills_up, left_early
 from trl.trainer.preference_trainer import Parts, PreferenceTrainer
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.row_sets import row_sets
@@ -107,14 +108,15 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
             raise ValueError("visualize_samples shows pairs of eval_dataset, got None. Pass one to the trainer.")
         model: Any = self.model
         rows: list[Any] = []
-        with torch.no_grad(), in_eval_mode(model):
-            for batch in map(self.take_batch, self.get_eval_dataloader(dataset)):
+        with torch.no_grad(), in_eval_mode(model), left_early(self.get_eval_dataloader(dataset)) as batches:
+            for batch in map(self.take_batch, batches):
                 rewards = self.method.score(batch, self.scoring(model))
                 pairs = [[round(v, 4) for v in pair] for pair in rewards.double().tolist()]
                 padded = self.scorer.padded_inputs(batch)
                 real = zip(padded["input_ids"], padded["attention_mask"].bool(), strict=True)
                 texts = self._tokenizer.batch_decode([ids[mask].tolist() for ids, mask in real])
-                rows += gather_object(list(zip(texts[::2], texts[1::2], pairs, strict=True)))
+                is_extra = fills_up(self.accelerator.gradient_state, self.args)
+                rows += gather_object([] if is_extra else list(zip(texts[::2], texts[1::2], pairs, strict=True)))
                 if len(rows) >= num_print_samples:
                     break
         columns = ["chosen_text", "rejected_text", "logits"]

@@ -41,6 +41,7 @@ from trl.reporting.run_lines import RunLines, print_sample
 from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
 from trl.rollouts.maker import Completed, TextCompleter
+from trl.trainer.loaders import left_early
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ class SampleTables:
         with holding(self, "evaluation_group", 1):  # each prompt once
             loader = self.get_eval_dataloader(next(iter(sets.values())) if isinstance(sets, dict) else sets)
         greedy = replace(self.rollouts.sampling, temperature=0.0)
-        with undisturbed(self.model_wrapped):
+        with undisturbed(self.model_wrapped), left_early(loader):
             for rows in loader:
                 columns = {name: [row[name] for row in rows] for name in rows[0]}
                 numbers = columns.pop("row")
