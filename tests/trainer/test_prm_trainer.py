@@ -189,6 +189,21 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match="step_separator must be"):
         PRMConfig("unused", step_separator="")
+    with pytest.raises(ValueError, match="model and model_init were both given"):
+        make(model_init=step_classifier)
+
+
+def test_what_model_init_makes_follows_from_the_seed():
+    def drawn():
+        model = step_classifier()
+        torch.nn.init.normal_(model.classifier.weight)
+        return model
+
+    weights = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        weights.append(make(model=None, model_init=drawn).model.classifier.weight)
+    assert torch.equal(*weights)
 
 
 def test_a_subclass_with_a_method_and_a_layout_of_its_own(tmp_path):

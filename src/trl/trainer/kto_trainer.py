@@ -25,7 +25,7 @@ class KTOTrainer(LegacyKTO, UnpairedTrainer):
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
         data_collator: makes batches of tokenised rows; by default `UnpairedCollator`.
-        model_init: called once, without arguments, where no `model` is given.
+        model_init: makes the model, in place of `model`; it is called once.
         peft_config: trains a new adapter with these settings instead of the model.
         compute_metrics: `EvalPrediction -> dict`; predictions `(N,)` are the completions' rewards, labels 1 where a
             completion is desirable.

@@ -36,7 +36,7 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
             tokenised, `input_ids` and `labels` (a class at the end of each step, -100 elsewhere).
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
-        model_init: makes the model where none is given.
+        model_init: makes the model, in place of `model`; it is called once.
         compute_metrics: `EvalPrediction -> dict`; predictions `(N, T, 2)` are the logits of every position, 0 or -100
             where there is no token, labels `(N, T)` as in the data, -100 where there is none.
         peft_config: trains a new adapter with these settings, and the head, instead of the model.
@@ -69,8 +69,7 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
         preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
         peft_config: "PeftConfig | None" = None, **older: Any,
     ) -> None:  # fmt: skip
-        if model is None and model_init is not None:
-            model = model_init()
+        model = arguments.initial_model(model, model_init, args)
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER)
         sets = row_sets(StepwisePreparation, args, policy, is_eval=True, training={"is_eval": False})
         collator = data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id)

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import set_seed
-
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, with_prompts_scored
 from trl.methods.reference_free import ReferenceFreeMethod
 from trl.models.policy import is_encoder_decoder
@@ -33,11 +31,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
         peft_config: "PeftConfig | None" = None, compute_metrics: arguments.ComputeMetrics | None = None, **older: Any,
     ) -> None:  # fmt: skip
-        if model_init is not None:
-            if model is not None:
-                raise ValueError("model and model_init were both given, expected one. Leave out the other.")
-            set_seed(42 if args is None else args.seed)
-            model = model_init()
+        model = arguments.initial_model(model, model_init, args)
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         method = self._method_class(args)
         parts = pair_parts(args, policy, method, data_collator, truncation_order="prompt_first")

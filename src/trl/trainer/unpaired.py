@@ -65,8 +65,7 @@ class UnpairedTrainer(PreferenceTrainer):
         compute_metrics: arguments.ComputeMetrics | None = None, model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None, **older: Any,
     ) -> None:  # fmt: skip
-        if model_init is not None:
-            older["model_init"] = model_init
+        model = arguments.initial_model(model, model_init, args)
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         is_encoder_decoder(policy.scorer.core, args)  # raises where args.is_encoder_decoder differs
         self.model_adapter_name, self.ref_adapter_name = model_adapter_name, ref_adapter_name
