@@ -185,8 +185,12 @@ class Uploads:
                 if checkpoint.exists():  # else save_total_limit was faster
                     self._mirror.put(checkpoint)
                 self._missing.pop(checkpoint)
-                self._mirror.rotate(self.newest, self.best, self._limit)
             except Exception as error:  # of the packages of each file system
                 self._missing[checkpoint] = str(error)
                 logger.warning("%s was not uploaded to %s: %s", checkpoint, self._mirror, error)
+                continue
+            try:
+                self._mirror.rotate(self.newest, self.best, self._limit)
+            except Exception as error:
+                logger.warning("Older checkpoints were not removed from %s: %s", self._mirror, error)
         self.in_progress = None

@@ -140,7 +140,7 @@ def make_data(name: str, *, rows: int = 400, seed: int = 0) -> "DatasetDict":
     `rejected`), "ratings" (`prompt`, `completion`, `label`), "steps" (`prompt`, `completions`, `labels`), "prompts"
     (`prompt`, `solution`), "tools" (`messages`, `tools`) or "images" (`images`, `messages`; needs Pillow). `train` has
     `rows` rows, `test` an eighth as many, of other problems. The same seed gives the same rows. Raises: ValueError for
-    an unknown name and for fewer than 8 rows.
+    an unknown name, and for fewer than 8 or more than 10,000 rows.
 
     >>> make_data("problems", rows=8)["train"].column_names
     ['question', 'answer']

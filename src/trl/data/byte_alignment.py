@@ -53,7 +53,7 @@ class Alignment(NamedTuple):
     """Spans of tokens of two tokenizers that cover the same bytes.
 
     `left (S,)` and `right (S',)`, int64: the span of each token, -1 for tokens in none. Spans are as short as they can
-    be and have rising numbers, `count` of them.
+    be and have rising numbers, with gaps where `stops` is False; there are `count` of them.
     """
 
     left: np.ndarray

@@ -27,7 +27,7 @@ class XPOMethod(OnlineDPOMethod):
         return terms._replace(values=terms.values + optimism, metrics=metrics)
 
     def row_metrics(self, experience: Experience, policy: Tensor, reference: Tensor) -> dict[str, Weighted]:
-        """Means over prompts whose completions both have a score."""
+        """Means over prompts whose completions both have a score; those of end tokens over all prompts."""
         scores, stopped = (experience.per_row[name].view(-1, 2) for name in (SCORES, STOPPED))
         (model, opponent), known = scores.unbind(dim=1), ~scores.isnan().any(dim=1)
         columns = {"objective/kl": policy - reference, "objective/entropy": -policy}

@@ -113,12 +113,14 @@ class MathProcess:
             with self._lock:
                 try:
                     return json.loads(self._reply(request, SECONDS_EACH))
-                except (TimeoutError, OSError, EOFError):
+                except (TimeoutError, OSError, EOFError) as error:
                     self.close()
                     self.ended += 1
                     if self.ended == 1:
-                        message = "Comparing an answer took more than %g s, so it counts as wrong (logged once): %.300s"
-                        logger.warning(message, SECONDS_EACH, request)
+                        is_late = isinstance(error, TimeoutError)
+                        why = f"took more than {SECONDS_EACH:g} s" if is_late else f"ended its process ({error!r})"
+                        message = "Comparing an answer %s, so it counts as wrong (logged once): %.300s"
+                        logger.warning(message, why, request)
         return None
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ from trl.rollouts.schedule import RolloutSizes
 from trl.trainer.arguments import AnyDataset
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
+from trl.trainer.loaders import order_seed
 
 AnySets = AnyDataset | Mapping[str, AnyDataset] | None
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -104,8 +105,7 @@ def training_prompts(sets: PromptSets, dataset: AnyDataset | None, args: Rollout
             f"train dataset is a stream, which needs max_steps > 0 and dynamic_sampling=False, got {setting}. Change "
             "it, or load the data set without streaming."
         )
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return sets.stream(dataset, shuffle_seed=seed if args.shuffle_dataset else None)
+    return sets.stream(dataset, shuffle_seed=order_seed(args) if args.shuffle_dataset else None)
 
 
 def rollout_window(args: RolloutTraining, policy: Policy) -> int | None:

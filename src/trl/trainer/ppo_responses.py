@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from trl.collators.preference import seq2seq_batch
 from trl.generation.engine import Sampling, unsupported_settings
+from trl.generation.main_process import first_rng_stream
 from trl.generation.transformers.engine import TransformersEngine
 from trl.models.parts import causal_core
 from trl.models.scoring.head import ScoreOptions
@@ -160,7 +161,7 @@ class Responder:
             settings = {**settings, "max_new_tokens": max(limits)}  # type: ignore[type-var]
         unwrapped: Any = self._accelerator.unwrap_model(model)
         core = causal_core(getattr(unwrapped, "pretrained_model", unwrapped))
-        first = self._accelerator.process_index * len(queries)
+        first = first_rng_stream()
         completions = engine.generate(
             [query.tolist() for query in queries],
             sampling_of(core, settings, self._warn),

@@ -194,6 +194,6 @@ def require_finite(name: str, value: float, args: TrainingArguments, state: Trai
         return
     raise FloatingPointError(
         f"{name} must be finite, got {value} in optimiser step {state.global_step + 1}. No update was made with it, "
-        f"and checkpoints under {state.best_model_checkpoint or args.output_dir} are untouched. Lower learning_rate or "
+        f"and checkpoints under {args.output_dir} are untouched. Lower learning_rate or "
         "max_grad_norm, check the data of this step, or train in bfloat16 or float32 if this run uses float16."
     )

@@ -164,13 +164,12 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         kl, limit = float(Processes(self.accelerator).sum([log_ratios]).mean), self.args.max_kl_per_token
         if math.isfinite(kl) and (limit is None or kl <= limit):
             return
-        last = self.state.best_model_checkpoint or self.args.output_dir
         raise FloatingPointError(
             "the KL divergence of the policy from its reference must stay finite and at most "
             f"max_kl_per_token={limit}, got {kl:.4g} nats per token in the responses after optimiser step "
-            f"{self.state.global_step}. No update was made with them, and checkpoints under {last} are untouched. Go "
-            "on from one with a lower learning_rate, fewer num_ppo_epochs or a larger kl_coef, and look at the reward "
-            "for what the policy exploits."
+            f"{self.state.global_step}. No update was made with them, and checkpoints under {self.args.output_dir} are "
+            "untouched. Go on from one with a lower learning_rate, fewer num_ppo_epochs or a larger kl_coef, and look "
+            "at the reward for what the policy exploits."
         )
 
     # ---- what is logged

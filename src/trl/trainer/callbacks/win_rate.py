@@ -127,5 +127,5 @@ class WinRateCallback(SavesState):
             for prompt, (first, second), share in zip(prompts, pairs, shares, strict=True)
         ]
         self.table += new
-        if not send_table(self.trainer, "win_rate_completions", pd.DataFrame(self.table)):
+        if not send_table(self.trainer, "win_rate_completions", pd.DataFrame(self.table), has_all_steps=True):
             print_rich_table(pd.DataFrame(new))
