@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jinja2 import Environment
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.data.formats import RowDict, common_prefix_length, is_conversational, remove_none_values, written
@@ -79,6 +81,7 @@ def maybe_apply_chat_template(
 
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANY_MARK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def has_generation_marks(processing_class: ProcessingClass, *, tools: list | None = None) -> bool:
@@ -117,15 +120,23 @@ def get_training_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None
     """A prefix-preserving template with `{% generation %}` marks that stands in for the tokenizer's own in training.
 
     Known are the Qwen3 family (every assistant turn then keeps its `<think>` block, as its last turn does) and plain
-    ChatML, recognised by what they render. None where the template is of neither kind, or needs no replacement.
+    ChatML, recognised by what they render and by the variables that they read. None where the template is of neither
+    kind, or needs no replacement.
     """
     source = template_source(tokenizer)
     if not source or (has_generation_marks(tokenizer) and is_chat_template_prefix_preserving(tokenizer)):
         return None
     for candidate in (CHATML_TRAINING_TEMPLATE, QWEN3_TRAINING_TEMPLATE):
+        known = _variables(candidate) | {*tokenizer.special_tokens_map, "raise_exception"}
         if all(_renders_alike(tokenizer, candidate, *probe) for probe in _PROBES[candidate]):
-            return candidate
+            return candidate if _variables(source) <= known else None
     return None
+
+
+def _variables(source: str) -> set[str]:
+    """The variables that a template reads, without those that it sets."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return find_undeclared_variables(environment.parse(_ANY_MARK.sub("", source))) - set(environment.globals)
 
 
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -137,9 +148,21 @@ _COMMON_PROBES: list[tuple[list[Message], list | None]] = [
     ([_SYSTEM, _QUESTION], None),
     ([_QUESTION, _ANSWER], None),
 ]
-# What a template must render exactly as its stand-in does: (messages, tools).
+# What plain ChatML has no rules for.
+_FURTHER: list[list[Message]] = [
+    [_QUESTION, _CALL, _RESULT],
+    [_QUESTION, {key: value for key, value in _CALL.items() if key != "content"}, _RESULT],
+    [{**_SYSTEM, "role": "developer"}, {**_QUESTION, "name": "Ann"}, {**_ANSWER, "reasoning_content": "Up."}],
+    [_QUESTION, _THOUGHT, {"role": "user", "content": " Why? \n"}, {"role": "assistant", "content": " So.\n"}],
+    [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}],
+]
+# What a template must render exactly as its stand-in does, or refuse as that does: (messages, tools).
 _PROBES: dict[str, list[tuple[list[Message], list | None]]] = {
-    CHATML_TRAINING_TEMPLATE: [*_COMMON_PROBES, ([_SYSTEM, _QUESTION, _ANSWER, _QUESTION, _THOUGHT], None)],
+    CHATML_TRAINING_TEMPLATE: [
+        *_COMMON_PROBES,
+        ([_SYSTEM, _QUESTION, _ANSWER, _QUESTION, _THOUGHT], None),
+        *(([*messages, _ANSWER], tools) for messages in _FURTHER for tools in (None, _TOOLS)),
+    ],
     QWEN3_TRAINING_TEMPLATE: [
         *_COMMON_PROBES,
         ([_SYSTEM, _QUESTION, _THOUGHT], None),
@@ -153,12 +176,14 @@ _PROBES: dict[str, list[tuple[list[Message], list | None]]] = {
 def _renders_alike(
     tokenizer: PreTrainedTokenizerBase, candidate: str, messages: list[Message], tools: list | None
 ) -> bool:
-    opens, replaced = messages[-1]["role"] == "user", Chat(messages, tools, {"chat_template": candidate})
-    try:
-        text = render(tokenizer, Chat(messages, tools), add_generation_prompt=opens)
-    except TemplateRefusal:
-        return False
-    return text == render(tokenizer, replaced, add_generation_prompt=opens)
+    texts = []
+    for kwargs in ({}, {"chat_template": candidate}):
+        try:
+            opens = messages[-1]["role"] == "user"
+            texts.append(render(tokenizer, Chat(messages, tools, kwargs), add_generation_prompt=opens))
+        except TemplateRefusal:
+            texts.append("")
+    return texts[0] == texts[1]
 
 
 # How Qwen-style text reads as a message, in the language of transformers' response parser.
