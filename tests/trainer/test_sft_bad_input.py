@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,8 +32,11 @@ def no_labels(rows):
     return {"input_ids": torch.tensor([row["input_ids"][:2] for row in rows])}
 
 
-def padded(rows):
-    ids = torch.tensor([row["input_ids"][:4] for row in rows])
+CHAT = [{"role": "user", "content": "Up?"}, {"role": "assistant", "content": "Blue."}]
+
+
+def padded(rows, length=4):
+    ids = torch.tensor([row["input_ids"][:length] for row in rows])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
@@ -148,6 +152,16 @@ CASES: dict[str, Bad] = {
     "one's own loss and dft": Bad(
         ValueError, ("compute_loss_func and loss_type='dft'", "Leave out"), {"loss_type": "dft"}, {"compute_loss_func": lambda *_, **__: 0},
     ),
+    **{
+        f"a collator that trains what {mask} leaves out": Bad(
+            ValueError, ("data_collator partial trains tokens", mask, "Leave data_collator out"), settings,
+            {"data_collator": partial(padded, length=None), "train_dataset": data(rows)},
+        )
+        for mask, settings, rows in (
+            ("completion_mask", {}, [{"prompt": "Up is", "completion": " blue"}]),
+            ("assistant_masks", {"assistant_only_loss": True}, [{"messages": CHAT}]),
+        )
+    },
     "a collator that mixes packed rows": Bad(
         ValueError, ("packing=True", "data_collator function", "they would see each other", "packing=False"), {"packing": True, "max_length": 24},
         {"data_collator": padded},

@@ -44,8 +44,9 @@ class SFTMethod(Method):
     def count(self, batch: Batch) -> Tensor:
         """How many tokens a batch trains. Raises ValueError for a batch without labels."""
         if batch.get("labels") is None and not {"scored_sequence", "decoder_labels"} & set(batch):
+            names = sorted(name for name, value in batch.items() if value is not None)
             raise ValueError(
-                f"a batch has {sorted(batch)}, expected 'labels' too (-100 where nothing is trained). Let the "
+                f"a batch has {names}, expected 'labels' too (-100 where nothing is trained). Let the "
                 "data_collator add them, or leave data_collator out."
             )
         tokens = scored_sequences(batch)

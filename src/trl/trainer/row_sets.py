@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from datasets import Dataset, IterableDataset
-from torch import nn
+from torch import Tensor, nn
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
+from trl.data.formats import Row
 from trl.data.pipeline import Preparation
 from trl.data.preference import PreferencePreparation
 from trl.data.prepared_sets import PreparedSets, RowSet
@@ -21,6 +22,7 @@ from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.setup import check_positions, table_of_positions
+from trl.tensors.padding import IGNORED
 from trl.trainer.arguments import Collator, FormattingFunction
 from trl.trainer.sft_config import SFTConfig
 
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 AnySets = TypeVar("AnySets", bound=PreparedSets)
 AnySFTSets = TypeVar("AnySFTSets", bound="SFTSets")
 PREPARATION_KEYS = ("add_special_tokens", "skip_prepare_dataset", "untrained_rows")
-PACKED_ROWS_TRIED = 16
+ROWS_TRIED = 16  # with a collator of the user's
+LOSS_MASKS = ("completion_mask", "assistant_masks")
 
 
 def row_sets(
@@ -122,12 +125,15 @@ def for_training(processing_class: ProcessingClass) -> ProcessingClass:
 
 
 def check_collator(collator: Collator, dataset: object, args: SFTConfig) -> None:
-    """Raise ValueError where a collator of the user's does not keep packed sequences apart."""
-    is_ours = isinstance(collator, DataCollatorForLanguageModeling)
-    is_packing = args.packing and args.packing_strategy == "bfd"
-    if is_ours or not is_packing or not isinstance(dataset, (Dataset, IterableDataset)):
+    """Raise ValueError where a collator of the user's does not keep packed sequences apart, or trains masked tokens."""
+    if isinstance(collator, DataCollatorForLanguageModeling) or not isinstance(dataset, (Dataset, IterableDataset)):
         return
-    row = max(dataset.take(PACKED_ROWS_TRIED), key=lambda row: len(row["seq_lengths"]))
+    rows = list(dataset.take(ROWS_TRIED))
+    if masked := [row for row in rows if any(0 in (row.get(name) or ()) for name in LOSS_MASKS)]:
+        _check_masks(collator, masked[0])
+    if not args.packing or args.packing_strategy != "bfd":
+        return
+    row = max(rows, key=lambda row: len(row["seq_lengths"]))
     batch, sequences = collator([row]), len(row["seq_lengths"])
     begun = int((batch["position_ids"] == 0).sum()) if is_packed(batch) else 0
     if "segment_table" not in batch and begun < sequences:
@@ -136,3 +142,14 @@ def check_collator(collator: Collator, dataset: object, args: SFTConfig) -> None
             f"{type(collator).__name__} gives no position_ids that keep them apart: they would see each other. "
             "Use DataCollatorForLanguageModeling(padding_free=True), or packing=False."
         )
+
+
+def _check_masks(collator: Collator, row: Row) -> None:
+    labels, ours = (make([row]).get("labels") for make in (collator, DataCollatorForLanguageModeling(pad_token_id=0)))
+    if not isinstance(labels, Tensor) or labels.shape != ours.shape or not (labels != IGNORED)[ours == IGNORED].any():
+        return
+    names = " and ".join(name for name in LOSS_MASKS if name in row)
+    raise ValueError(
+        f"the data_collator {type(collator).__name__} trains tokens that the rows' {names} leaves out. Leave "
+        "data_collator out, or set completion_only_loss=False and assistant_only_loss=False."
+    )
