@@ -85,6 +85,22 @@ def test_tools_given_for_all_rows(caplog):
     assert "only conversations are rendered with tools" in warning
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_the_template_leaves_out(kind, caplog):
+    columns, prepare = KINDS[kind]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "look"}}]}
+    name = next(name for name in ("messages", "prompt", "chosen") if isinstance(columns.get(name), list))
+    called = {**columns, name: [columns[name][0], call, {"role": "tool", "content": "up"}, *columns[name]]}
+
+    def warned(rows, template):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            prepare(Dataset.from_list([rows] * 2), tokenizer(template))
+        return "train dataset: the messages' tool calls are not shown" in caplog.text
+
+    assert warned(called, SPOKEN) and not warned(called, SPOKEN + "{# tool_calls #}") and not warned(columns, SPOKEN)
+
+
 def test_a_stream_is_judged_by_its_first_row(caplog):
     columns, prepare = KINDS["sft"]
     stream = IterableDataset.from_generator(lambda: iter(with_tools(**columns)))

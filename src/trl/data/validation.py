@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # Remedies for commands, which read files, and for Python.
 RENAME = "Rename the columns (--column_mapping OLD=NEW ..., or rows.rename_columns in Python)"
 IN_QUOTES = "Write it in quotes in a .jsonl file; in Python, convert it with str()"
+_CALLS = re.compile(r"'tool_calls': (?!(?:List\()?Value\('null'\))")  # in the types of a data set's columns
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 SFT_TYPES = (
@@ -278,7 +279,17 @@ def check_tokenizer(
 def warn_of_unread_tools(
     dataset: StoredOrStream, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: object = None
 ) -> None:
-    """Warn of tools that reach no prompt: `tools` for all rows, or those of conversations' column (streams: row 0)."""
+    """Warn of tools that reach no prompt: `tools` for all rows, or those of conversations' column (streams: row 0).
+
+    Also of tool calls, by the columns' types, that the template does not read.
+    """
+    has_calls = _CALLS.search(repr(dataset.features)) is not None
+    if is_chat and has_calls and "tool_calls" not in template_source(processing_class, tools=[{}]):
+        logger.warning(
+            "%s dataset: the messages' tool calls are not shown, because the chat template reads none. Choose another "
+            "chat template.",
+            name,
+        )
     if is_chat and re.search(r"\btools\b", template_source(processing_class, tools=[{}])):
         return
     all_tools = [tools]
