@@ -177,6 +177,13 @@ BAD = [
 ]
 
 
+def test_an_adapter_is_no_base_of_another_one(run, tmp_path, capsys):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert run("dpo", "--model_name_or_path", str(tmp_path / "adapter"), "--use_peft", "true") == 2
+    assert "is an adapter, and use_peft trains another one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "line", "message"), BAD)
 def test_bad_input_is_one_message_and_status_2(run, capsys, monkeypatch, name, line, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

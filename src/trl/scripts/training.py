@@ -115,6 +115,13 @@ def load_inputs(
         raise ValueError(f"{', '.join(names)} {effect}. Add --use_peft true.")
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
+    folder = Path(model_args.model_name_or_path)
+    is_adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    if is_adapter and model_args.use_peft:
+        raise ValueError(
+            f"'{folder}' is an adapter, and use_peft trains another one on its merged base, which "
+            "would not be saved. Merge it first (trl merge), or train it further without use_peft."
+        )
     if script_args.gradient_checkpointing_use_reentrant and training_args.gradient_checkpointing:
         settings: Any = training_args.gradient_checkpointing_kwargs or {}
         training_args.set_checkpointing(True, {**settings, "use_reentrant": True})
