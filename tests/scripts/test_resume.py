@@ -61,5 +61,8 @@ def test_the_checksums_are_left_to_the_trainer(output_dir, monkeypatch):
     path = str(output_dir / "checkpoint-10")
     assert checkpoint_to_resume(path, output_dir) == path
     assert "--resume_from_checkpoint true" in resume_hint(
-        Path(path), SimpleNamespace(output_dir=output_dir, max_steps=1), command="sft", finished=True
+        Path(path),
+        SimpleNamespace(output_dir=output_dir, max_steps=1, save_only_model=False),
+        command="sft",
+        finished=True,
     )

@@ -17,6 +17,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 def settings(output_dir, **given):
     defaults = {"output_dir": str(output_dir), "max_steps": -1, "save_strategy": "steps", "save_steps": 500}
+    defaults["save_only_model"] = False
     return SimpleNamespace(**{**defaults, **given})
 
 
@@ -26,6 +27,12 @@ def test_a_finished_run_needs_the_option_that_ended_it(tmp_path, max_steps, long
     assert resume_hint(newest, args, command="dpo", finished=True) == (
         f"To resume: trl dpo with the same options, a larger {longer} and --resume_from_checkpoint true"
     )
+
+
+def test_a_checkpoint_of_the_model_alone_needs_no_optimizer(tmp_path):
+    newest, args = checkpoint(tmp_path, 20), settings(tmp_path, save_only_model=True)
+    hint = resume_hint(newest, args, command="dpo", finished=True)
+    assert hint.endswith("--resume_from_checkpoint true --resume_without optimizer random_state")
 
 
 @pytest.mark.parametrize(
