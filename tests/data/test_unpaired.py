@@ -175,6 +175,8 @@ def test_one_kind_of_rows_is_trained_with_a_warning(caplog: pytest.LogCaptureFix
 def test_weights_that_do_not_make_up_for_the_numbers_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     for weights in ((1.0, 1.5), (2 / 3, 1.0), (8 / 9, 1.0)):
         prepare(TEXT, label_weights=weights)
+    rows = Dataset.from_list(TEXT)
+    prepare_dataset(rows, tiny_tokenizer(), UnpairedPreparation(label_weights=(1.0, 1.0)), name="eval")  # of no loss
     assert not caplog.text
     prepare(TEXT, label_weights=(1.0, 1.0))  # 3 rows to 2
     assert "Set desirable_weight to 0.6667 to 0.8889, or undesirable_weight to 1.125 to 1.5." in caplog.text

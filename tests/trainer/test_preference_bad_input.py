@@ -91,6 +91,10 @@ BAD: dict[str, Bad] = {
         ("dpo",), ValueError, ("ref_adapter_name='judge' must be an adapter", "Load it"),
         of_trainer={"model": adapted}, settings={"ref_adapter_name": "judge"},
     ),
+    "tokens of older programs": Bad(
+        ("dpo", "cpo", "orpo"), ValueError, ("train dataset has 'chosen_labels'", "each answer behind its prompt", "cut the prompts off"),
+        [{"prompt_input_ids": [5], "chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7], "chosen_labels": [-100, 6]}],
+    ),
     "one of the reference's two columns": Bad(
         ("dpo",), ValueError, ("train dataset has the reference's columns ['ref_chosen_logps'] and lacks ['ref_rejected_logps']",),
         [{**PAIR, "ref_chosen_logps": -1.0}] * 2,

@@ -186,6 +186,15 @@ def test_a_language_models_files_get_a_head_that_depends_on_the_seed_alone(base,
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[1], heads[2])
 
 
+def test_a_head_for_more_classes_is_refused_or_drawn_anew(tmp_path):
+    tiny_classifier("llama", vocab_size=400, num_labels=2, pad_token_id=7).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has a head of another size than num_labels=1, which a reward model needs"):
+        from_path(tmp_path, tmp_path / "out")
+    trainer = from_path(tmp_path, tmp_path / "out", model_init_kwargs={"ignore_mismatched_sizes": True})
+    assert trainer.model.score.weight.shape == (1, 32)
+
+
 def lora(**changes):
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "SEQ_CLS", **changes})  # fmt: skip
 

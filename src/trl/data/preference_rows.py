@@ -24,6 +24,11 @@ NOT_ENDING = (*NOT_ANSWERING, "tool", "function")
 def pair_row_type(columns: Sequence[str], first_row: Row, *, name: str, for_reward: bool = False) -> RowType:
     """The type of rows: tokens, messages or text, in this order. Raises: ValueError for columns of none of these."""
     pairs = (REWARD_COLUMNS, OLDER_REWARD_COLUMNS) if for_reward else (PAIR_COLUMNS,)
+    if "chosen_labels" in columns and not for_reward:
+        raise ValueError(
+            f"{name} dataset has 'chosen_labels': tokens as older programs made them, each answer behind its prompt. "
+            "Give text, or cut the prompts off and remove the labels."
+        )
     for tokens in pairs:
         if set(tokens) <= set(columns):
             return RowType("tokens", tokens)

@@ -314,7 +314,7 @@ def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -
     if not good or not bad:
         kind = "undesirable (label false)" if bad else "desirable (label true)"
         logger.warning("%s dataset: all %d rows are %s; both kinds teach more.", name, good + bad, kind)
-    elif settings.label_weights is not None:
+    elif settings.label_weights is not None and name == "train":
         weight, counterweight = settings.label_weights
         low, high = (bound * bad / good for bound in BALANCED)
         if not low * counterweight <= weight <= high * counterweight:

@@ -215,7 +215,15 @@ def load_classifier(
     if kwargs["num_labels"] != kind.labels:
         raise ValueError(f"model_init_kwargs must have num_labels={kind.labels}, got {kwargs['num_labels']}.")
     set_seed(seed)
-    return create_model_from_path(os.fspath(model), kind.auto, trained=trained, **kwargs)
+    try:
+        return create_model_from_path(os.fspath(model), kind.auto, trained=trained, **kwargs)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"'{model}' has a head of another size than num_labels={kind.labels}, which {kind.words} needs. Give "
+            "another model, or draw a new head: model_init_kwargs={'ignore_mismatched_sizes': True}."
+        ) from error
 
 
 def take_pad_token(model: nn.Module, tokenizer: PreTrainedTokenizerBase, kind: ClassifierKind) -> None:
