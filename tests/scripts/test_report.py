@@ -16,6 +16,7 @@ from tests.scripts.made_runs import HOSTILE, SEARCH, make_run
 from tests.trainer import grpo_runs, grpo_tool_runs
 from trl.cli.main import main
 from trl.reporting.run_events import EVENTS
+from trl.rewards import RewardError
 from trl.scripts import report
 from trl.scripts.pages import embedded
 from trl.scripts.pages.runs import BINS, PAGE_BYTES, POINTS, Run, curves_of, histogram_over_time
@@ -125,6 +126,18 @@ def test_what_trainers_write_is_shown(tmp_path, capsys):
     assert {"assistant", "tool"} <= set(roles) and "checkpoint-2" in text and "ended after step 1 of 1" in text
     assert f"trl chat {tmp_path / 'tools' / 'checkpoint-2'}" in text and "None was seen" in text
     assert "no sign of a fault" in capsys.readouterr().out
+
+
+def test_a_run_that_an_error_stops_says_so(tmp_path, capsys):
+    def fails_at_2(completions, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            raise KeyError("no such answer")
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError):
+        grpo_runs.run("rloo", reward_funcs=fails_at_2, folder=str(tmp_path / "run"), max_steps=4, logging_steps=10)
+    assert main(["report", str(tmp_path / "run"), "--html", str(tmp_path / "page.html"), "--watch"]) == 0  # and ends
+    assert "run stopped after step 2 of 4 by RewardError: " in capsys.readouterr().out
 
 
 def test_a_page_is_written_again_until_the_run_ends(tmp_path, monkeypatch):

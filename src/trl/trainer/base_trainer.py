@@ -286,7 +286,7 @@ class BaseTrainer(Trainer):
         if self._at_begin not in self.callback_handler.callbacks:  # a program took it off with the others
             self.add_callback(self._at_begin)
         with ExitStack() as stack:
-            stack.callback(lambda: self.run_report.events.close())
+            stack.push(self.run_report.close)
             run = self.runs.enter(stack, self.args, resume=resume_from_checkpoint)
             saving.name_checkpoint(self.callback_handler.callbacks, run.checkpoint)
             stack.callback(self._hang_watch.stop)  # before uploads are waited for

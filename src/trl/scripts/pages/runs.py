@@ -47,9 +47,11 @@ class Run:
             )
         self.name, self.notes, self.signs = name, list[str](), signs_of(events)
         self.start = {"model": "", "data": {}, "architecture": "", "chats": False, **starts[-1]}
-        self.has_ended = events[-1]["event"] == "end"
-        self.state = "ended" if self.has_ended else "is going on, or was stopped,"
-        self.state += f" after step {events[-1]['step']:,}" + f" of {self.start['steps']:,}" * bool(self.start["steps"])
+        last, words = events[-1], {"end": "ended", "stopped": "stopped"}
+        self.has_ended = last["event"] in words
+        self.state = words.get(last["event"], "is going on, or was stopped,") + f" after step {last['step']:,}"
+        self.state += f" of {self.start['steps']:,}" * bool(self.start["steps"])
+        self.state += f" by {last['reason']}" if "reason" in last else ""
         self.figures = figures_of(folder, events, self.start, logs)
         size, kinds = share * PAGE_BYTES * max(1.0, len(logs) / 1_000), ("rewards", "lengths")
         self.data: Json = {"name": name, "curves": curves_of(logs, CURVES * size, self.notes)}
