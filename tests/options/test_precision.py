@@ -43,5 +43,5 @@ def test_bf16_none_is_never_an_error(tmp_path, use_cpu):
 def test_explicit_precision_is_kept(tmp_path, bf16_accelerator):
     assert SFTConfig(str(tmp_path), bf16=True, use_cpu=True).bf16 is True
     for name in ("fp16", "fp16_full_eval"):
-        with pytest.raises(ValueError, match=r"fp16 needs a GPU.*Set bf16 in its place, or leave it out"):
+        with pytest.raises(ValueError, match=r"fp16 needs a GPU.*Set bf16 and use_cpu, or leave it out"):
             SFTConfig(str(tmp_path), use_cpu=True, **{name: True})

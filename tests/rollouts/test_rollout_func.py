@@ -47,6 +47,7 @@ def test_fields_may_be_iterators():
         ({"prompt_ids": 5}, TypeError, "a list as prompt_ids, got int"),
         ({"completion_ids": torch.tensor(5)}, TypeError, "a list as completion_ids, got Tensor"),
         ({"prompt_ids": [[3], 5]}, TypeError, "a list as row 1 of prompt_ids, got int"),
+        ({"logprobs": [[[-1.0], [-1.0]], [-1.0] * 3]}, ValueError, "lists in logprobs of row 0, expected a number for"),
         ({"logprobs": [-1.0, -2.0]}, TypeError, "a list as row 0 of logprobs, got float"),
         ({"fit": [3]}, ValueError, "must return 2 fit"),
     ],

@@ -33,7 +33,7 @@ def test_nothing_asked_for(output_dir, wanted):
 def test_a_path_is_taken_as_it_is(output_dir):
     path = str(output_dir / "checkpoint-9")
     assert checkpoint_to_resume(path, output_dir) == path
-    with pytest.raises(FileNotFoundError, match="needs a checkpoint to resume from"):
+    with pytest.raises(FileNotFoundError, match="is no folder"):
         checkpoint_to_resume("nowhere", output_dir)
 
 

@@ -77,6 +77,9 @@ OF_PROMPTS: dict[str, Bad] = {
         BOTH, ValueError, ("a stream", "max_steps=-1"),
         IterableDataset.from_generator(lambda: iter([TEXT])), {"max_steps": -1},
     ),
+    "a column with the name of an argument": Bad(
+        BOTH, ValueError, ("columns ['completions'], arguments of every reward function", "Rename"), rows({**TEXT, "completions": "Up."})
+    ),
     "a column that a reward function misses": Bad(
         BOTH, ValueError, ("needs_a_column", "solution"), rows(TEXT), {"reward_funcs": needs_a_column}
     ),

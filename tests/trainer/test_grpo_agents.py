@@ -460,8 +460,7 @@ async def two_arguments(row, base_url):
     [
         ({"agent": synchronous}, TypeError, "async"),
         ({"agent": two_arguments}, TypeError, "base_url"),
-        ({"agent": ["my-agent"]}, TypeError, "base_url"),
-        ({"agent": "/no/my-agent {base_url}"}, FileNotFoundError, "no program '/no/my-agent'"),
+        ({"agent": "/no/my-agent"}, FileNotFoundError, "no program '/no/my-agent'"),
         ({"agent": 3}, TypeError, "int"),
         ({"agent": tool_agent, "tools": TOOLS}, ValueError, "tools"),
         ({"agent": tool_agent, "rollout_func": lambda prompts, trainer: {}}, ValueError, "rollout_func"),

@@ -96,7 +96,7 @@ def test_resuming_without_a_checkpoint(tmp_path):
     trainer.train()
     with pytest.raises(
         FileNotFoundError,
-        match=r"resume_from_checkpoint='.*nowhere' needs a checkpoint to resume from.*checkpoint-2",
+        match=r"resume_from_checkpoint='.*nowhere' is no folder.*checkpoint-2",
     ):
         trainer.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
 

@@ -193,8 +193,6 @@ def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Playe
     """The agent, called with a session. Raises: TypeError for other objects, FileNotFoundError for no program."""
     if isinstance(agent, (str, list, tuple)):
         words = shlex.split(agent) if isinstance(agent, str) else [str(word) for word in agent]
-        if not any("{base_url}" in word for word in words):
-            raise TypeError(f"agent={words}: a command needs '{{base_url}}' among its words.")
         if shutil.which(words[0]) is None:
             raise FileNotFoundError(f"agent={words}: there is no program {words[0]!r}. Install it, or give its path.")
         return lambda session, _: _run_command(words, session, graded=graded)

@@ -173,7 +173,8 @@ def checkpoint_to_load(
     if (resume is True and not every) or (resume is not True and not Path(resume).is_dir()):
         names = ", ".join(map(str, reversed(every)))
         there = f"There are {names}." if every else f"There is none in {output_dir}: leave it out to start anew."
-        raise FileNotFoundError(f"resume_from_checkpoint={resume!r} needs a checkpoint to resume from. {there}")
+        fault = "needs a checkpoint to resume from" if resume is True else "is no folder"
+        raise FileNotFoundError(f"resume_from_checkpoint={resume!r} {fault}. {there}")
     chosen = every if resume is True else [Path(resume)]
     whole = next((path for path in chosen if not faults(path, without=without, quick=quick)), None)
     if whole is None:

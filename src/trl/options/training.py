@@ -137,7 +137,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         TrainingArguments.__post_init__(self)
         if self.device.type == "cpu" and (self.fp16 or self.fp16_full_eval):
             # accelerate would compute in float32
-            raise ValueError("fp16 needs a GPU, and this run is on a CPU. Set bf16 in its place, or leave it out.")
+            raise ValueError("fp16 needs a GPU, and this run is on a CPU. Set bf16 and use_cpu, or leave it out.")
 
     def set_checkpointing(self, enabled: bool, kwargs: JSONDict) -> None:
         """Switch gradient checkpointing on or off, under all names that transformers has for it."""

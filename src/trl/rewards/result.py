@@ -3,7 +3,7 @@
 import json
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -57,8 +57,7 @@ class RewardInputs:
     def __post_init__(self) -> None:
         columns = {name: v for name, v in self.columns.items() if name not in ("prompt", "completion")}
         object.__setattr__(self, "columns", columns)
-        if taken := sorted(set(columns) & set(RESERVED)):
-            raise ValueError(f"the dataset has columns {taken}, arguments of every reward function. {RENAME}.")
+        check_names(columns)
         lists = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
         lists |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
         for name, values in lists.items():
@@ -76,6 +75,12 @@ class RewardInputs:
     def row_text(self, row: int) -> str:
         """A row's prompt and completion, at most 200 characters each."""
         return f"{self.prompts[row]!r:.200} -> {self.completions[row]!r:.200}"
+
+
+def check_names(columns: Iterable[str]) -> None:
+    """Raise ValueError for columns that have the name of an argument of every reward function."""
+    if taken := sorted(set(columns) & set(RESERVED)):
+        raise ValueError(f"the dataset has columns {taken}, arguments of every reward function. {RENAME}.")
 
 
 def joined(parts: Sequence[RewardInputs]) -> RewardInputs:
@@ -131,7 +136,8 @@ def read_answers(answer: object, *, count: int) -> Answers:
             except OverflowError:
                 number = math.inf
             if not abs(number) <= _LARGEST:
-                unusable[row], number = str(number), None
+                unusable[row] = f"{number}{' (beyond float32)' if math.isfinite(number) else ''}"
+                number = None
         elif isinstance(value, (Tensor, np.ndarray)):
             unusable[row] = f"a tensor of shape {tuple(value.shape)}"
         elif value is not None:

@@ -164,6 +164,8 @@ def _logps(rows: Sequence[Any], completions: Sequence[Sequence[int]]) -> torch.T
     for row, (logps, ids) in enumerate(zip(rows, completions, strict=True)):
         if (count := len(_listed(f"row {row} of logprobs", logps))) != len(ids):
             raise ValueError(f"rollout_func returned {count} logprobs for {len(ids)} tokens in row {row}.")
+        if getattr(logps, "ndim", 1) != 1 or any(isinstance(logp, (list, tuple)) for logp in logps):
+            raise ValueError(f"rollout_func returned lists in logprobs of row {row}, expected a number for each token.")
     values = Ragged.of(rows, dtype=torch.float32).values
     wrong = values[~((values <= _ROUNDING) & values.isfinite())]
     if len(wrong):

@@ -149,8 +149,8 @@ def check_parts(policy: Policy) -> ProcessorMixin:
     processing_class, core = policy.processing_class, causal_core(policy.model)
     if not isinstance(processing_class, ProcessorMixin) or not hasattr(processing_class, "image_processor"):
         raise TypeError(
-            f"processing_class is a {type(processing_class).__name__}, but the rows have images, expected a processor. "
-            "Load it with AutoProcessor.from_pretrained, or remove the column of images to train on text."
+            f"processing_class is a {type(processing_class).__name__}, but the data set has a column of images, "
+            "expected a processor. Load it with AutoProcessor.from_pretrained, or remove the column to train on text."
         )
     if "pixel_values" not in inspect.signature(type(core).forward).parameters:
         raise ValueError(
