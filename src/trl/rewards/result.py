@@ -3,7 +3,7 @@
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from trl.data.rendering import Json
 from trl.data.validation import RENAME
-from trl.tensors.reduce import Weighted, weighted
 
 Text = str | Sequence[Json]  # or messages
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
@@ -57,7 +56,8 @@ class RewardInputs:
     def __post_init__(self) -> None:
         columns = {name: v for name, v in self.columns.items() if name not in ("prompt", "completion")}
         object.__setattr__(self, "columns", columns)
-        check_names(columns)
+        if taken := sorted(set(columns) & set(RESERVED)):
+            raise ValueError(f"the dataset has columns {taken}, arguments of every reward function. {RENAME}.")
         lists = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
         lists |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
         for name, values in lists.items():
@@ -75,12 +75,6 @@ class RewardInputs:
     def row_text(self, row: int) -> str:
         """A row's prompt and completion, at most 200 characters each."""
         return f"{self.prompts[row]!r:.200} -> {self.completions[row]!r:.200}"
-
-
-def check_names(columns: Iterable[str]) -> None:
-    """Raise ValueError for columns that have the name of an argument of every reward function."""
-    if taken := sorted(set(columns) & set(RESERVED)):
-        raise ValueError(f"the dataset has columns {taken}, arguments of every reward function. {RENAME}.")
 
 
 def joined(parts: Sequence[RewardInputs]) -> RewardInputs:
@@ -202,11 +196,6 @@ def score_std(scores: Tensor) -> Tensor:
 def source_columns(result: RewardResult) -> dict[str, Tensor]:
     """The scores of each source `(B,)` as columns of an `Experience`."""
     return {f"{_SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
-
-
-def score_mean(scores: Tensor) -> Weighted:
-    """The mean over the rows that a source scored."""
-    return weighted(scores, ~scores.isnan())
 
 
 def scores_by_source(columns: Mapping[str, Tensor], sources: Sequence[str]) -> dict[str, Tensor]:

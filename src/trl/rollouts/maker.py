@@ -21,7 +21,7 @@ from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.engine import PolicyCopy
 from trl.reporting.deadlines import Pending, start
-from trl.rewards.result import RewardInputs, RewardResult, check_names, joined, source_columns
+from trl.rewards.result import RewardInputs, RewardResult, joined, source_columns
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience, concatenate
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
@@ -180,7 +180,7 @@ class RolloutMaker:
 
     def check_columns(self, *datasets: Dataset | RowStream) -> None:
         """Raise ValueError for a reward function with an argument that no column of one of the data sets gives."""
-        check_names(self._columns)
+        RewardInputs((), (), columns=dict.fromkeys(self._columns, ()))  # raises for the names of other arguments
         adds = getattr(self.completer, "adds", ())
         if adds is None:
             return

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
 from trl.reporting.metrics import extreme_of
-from trl.rewards.result import score_mean, score_std, scores_by_source
+from trl.rewards.result import score_std, scores_by_source
 from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
 
@@ -71,7 +71,7 @@ def measured_groups(
     """
     metrics = measured_lengths(rows)
     for name, column in scores_by_source(rows, sources).items():
-        metrics[f"rewards/{name}/mean"] = score_mean(column)
+        metrics[f"rewards/{name}/mean"] = weighted(column, ~column.isnan())
         if not (std := score_std(column)).isnan():
             metrics[f"rewards/{name}/std"] = weighted(std)
     return metrics | reward_statistics(rows[REWARD], group_size, scale=scale)

@@ -32,7 +32,7 @@ from trl.models.switches import holding
 from trl.objectives.kl import k1
 from trl.reporting.metrics import Processes
 from trl.reporting.model_card import Paper
-from trl.rewards.result import score_mean, scores_by_source
+from trl.rewards.result import scores_by_source
 from trl.rewards.source import ProcessingClasses
 from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.measures import local_rows
@@ -178,7 +178,7 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         """The documented `objective/*`, the means of the reward sources, and the number of end tokens."""
         metrics = self.method.metrics(experience)
         scores = scores_by_source(experience.per_row, self.rollouts.rewards.names).items()
-        metrics |= {f"rewards/{name}/mean": score_mean(column) for name, column in scores}
+        metrics |= {f"rewards/{name}/mean": weighted(column, ~column.isnan()) for name, column in scores}
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
             ends = (experience.completions.values == eos).sum()

@@ -19,7 +19,7 @@ from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import group_moments
 from trl.reporting.model_card import Paper
-from trl.rewards.result import RewardInputs, Text, score_mean, scores_by_source
+from trl.rewards.result import RewardInputs, Text, scores_by_source
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SCORES, Experience
 from trl.rollouts.measures import measured_groups
 from trl.rollouts.teacher_prompts import extended, filled
@@ -110,7 +110,7 @@ class SDPOMethod(SelfDistillationMethod):
         }
         means = {name: weighted(column) for name, column in columns.items()}
         of_sources = scores_by_source(rows, sources).items()
-        means |= {f"rewards/{name}": score_mean(column) for name, column in of_sources}
+        means |= {f"rewards/{name}": weighted(column, ~column.isnan()) for name, column in of_sources}
         metrics = measured_groups(rows, sources, group_size, scale=self.reward_scale)
         return metrics | {PREFIX + name: mean for name, mean in means.items()}
 
