@@ -183,6 +183,25 @@ def test_refused_by_the_constructor(name, monkeypatch, tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("style", ["torch", "numpy", None])
+@pytest.mark.parametrize("masks", [True, False])
+def test_collators_that_may_train_what_they_do(style, masks, tmp_path):
+    """They leave out what the masks do, or are to train all; they may be given batches only, and change their rows."""
+
+    def collate(rows):
+        assert len(rows) == 2 and all("note" not in row for row in rows)
+        batch = {name: torch.tensor([list(row.pop(name)) for row in rows]) for name in ("input_ids", "completion_mask")}
+        labels = batch["input_ids"].where(batch["completion_mask"].bool() | torch.tensor(not masks), -100)
+        return {"input_ids": batch["input_ids"], "labels": labels, "attention_mask": torch.ones_like(labels)}
+
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1], "note": "a"}] * 2).with_format(
+        style
+    )
+    settings = {"dataset_kwargs": {"skip_prepare_dataset": True}, "completion_only_loss": masks}
+    args = config(tmp_path, per_device_train_batch_size=2, max_steps=1, **settings)
+    SFTTrainer(model_for(), args, train_dataset=rows, processing_class=tiny_tokenizer(), data_collator=collate).train()
+
+
 def test_a_batch_without_labels(tmp_path):
     trainer = SFTTrainer(
         model_for(),

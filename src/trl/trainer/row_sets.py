@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.data.formats import Row
+from trl.data.formats import Row, column_names
 from trl.data.pipeline import Preparation
 from trl.data.preference import PreferencePreparation
 from trl.data.prepared_sets import PreparedSets, RowSet
@@ -124,17 +125,24 @@ def for_training(processing_class: ProcessingClass) -> ProcessingClass:
     return marked
 
 
-def check_collator(collator: Collator, dataset: object, args: SFTConfig) -> None:
-    """Raise ValueError where a collator of the user's does not keep packed sequences apart, or trains masked tokens."""
+def check_collator(collator: Collator, dataset: object, args: SFTConfig, columns: Sequence[str]) -> None:
+    """Raise ValueError where a collator of the user's does not keep packed sequences apart, or trains masked tokens.
+
+    `columns`: those that it is given in training.
+    """
     if isinstance(collator, DataCollatorForLanguageModeling) or not isinstance(dataset, (Dataset, IterableDataset)):
         return
-    rows = list(dataset.take(ROWS_TRIED))
-    if masked := [row for row in rows if any(0 in (row.get(name) or ()) for name in LOSS_MASKS)]:
-        _check_masks(collator, masked[0])
-    if not args.packing or args.packing_strategy != "bfd":
+    is_packing, masks = args.packing and args.packing_strategy == "bfd", set(LOSS_MASKS) & set(column_names(dataset))
+    if not (is_packing or masks):
+        return
+    stored = dataset.with_format(None) if isinstance(dataset, Dataset) else dataset
+    rows = [{n: v for n, v in dict(row).items() if n in columns and v is not None} for row in stored.take(ROWS_TRIED)]
+    if masked := [row for row in rows if any(0 in row.get(name, ()) for name in masks)]:
+        _check_masks(collator, masked[0], args)
+    if not is_packing:
         return
     row = max(rows, key=lambda row: len(row["seq_lengths"]))
-    batch, sequences = collator([row]), len(row["seq_lengths"])
+    batch, sequences = collator([dict(row)]), len(row["seq_lengths"])
     begun = int((batch["position_ids"] == 0).sum()) if is_packed(batch) else 0
     if "segment_table" not in batch and begun < sequences:
         raise ValueError(
@@ -144,8 +152,11 @@ def check_collator(collator: Collator, dataset: object, args: SFTConfig) -> None
         )
 
 
-def _check_masks(collator: Collator, row: Row) -> None:
-    labels, ours = (make([row]).get("labels") for make in (collator, DataCollatorForLanguageModeling(pad_token_id=0)))
+def _check_masks(collator: Collator, row: Row, args: SFTConfig) -> None:
+    """Of a batch of one row, as often as a batch of training has rows."""
+    expected = DataCollatorForLanguageModeling(0, completion_only_loss=args.completion_only_loss is not False)
+    batches = (make([dict(row) for _ in range(args.train_batch_size)]) for make in (collator, expected))
+    labels, ours = (batch.get("labels") for batch in batches)
     if not isinstance(labels, Tensor) or labels.shape != ours.shape or not (labels != IGNORED)[ours == IGNORED].any():
         return
     names = " and ".join(name for name in LOSS_MASKS if name in row)

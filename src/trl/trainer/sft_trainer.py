@@ -106,7 +106,7 @@ class SFTTrainer(LegacySFT, BaseTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
-        check_collator(self.data_collator, self.train_dataset, args)
+        check_collator(self.data_collator, self.train_dataset, args, self._columns)
 
     def trained_method(self, step: Step) -> Method:
         """The method of a batch: a loss of logits where the trainer has one, perhaps set after its constructor."""
