@@ -220,7 +220,7 @@ def test_training_template(template: str, expected: str | None) -> None:
 
 
 CHATML_WITH = """{{ HEAD }}{% for m in messages %}<|im_start|>{{ ROLE }}
-{{ CONTENT }}<|im_end|>
+PRINTED<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
@@ -229,13 +229,13 @@ CHATML_WITH = """{{ HEAD }}{% for m in messages %}<|im_start|>{{ ROLE }}
     ("part", "text"),
     [
         ("", ""),
+        ("PRINTED", "{{ m.content }}"),
         ("HEAD", "tools or ''"),
         ("HEAD", "mode or ''"),
         ("ROLE", "'system' if m.role == 'developer' else m.role"),
         ("ROLE", "m.role + (m.name or '')"),
         ("CONTENT", "m.content + (m.tool_calls | tojson if m.tool_calls else '')"),
         ("CONTENT", "(m.reasoning_content or '') + m.content"),
-        ("CONTENT", "m.content or ''"),
         ("CONTENT", "m.content | trim"),
         ("CONTENT", "m.content.split('</think>')[-1]"),
         ("CONTENT", "m.content if m.content is string else m.content[0].text"),
@@ -243,13 +243,13 @@ CHATML_WITH = """{{ HEAD }}{% for m in messages %}<|im_start|>{{ ROLE }}
 )
 def test_chatml_that_does_more_is_not_replaced(part: str, text: str) -> None:
     """What the plain one has no rules for would be lost: tools, calls, thoughts, names, variables."""
-    plain = {"HEAD": "''", "ROLE": "m.role", "CONTENT": "'' + m.content"}
+    plain = {"PRINTED": "{{ CONTENT }}", "HEAD": "bos_token and ''", "ROLE": "m.role", "CONTENT": "'' + m.content"}
     source = CHATML_WITH
     for name, expression in {**plain, part: text}.items():
         source = source.replace(name or "-", expression)
     tokenizer = tiny_tokenizer("chatml")
     tokenizer.chat_template = source
-    assert get_training_chat_template(tokenizer) == (None if part else CHATML_TRAINING_TEMPLATE)
+    assert get_training_chat_template(tokenizer) == (None if part not in ("", "PRINTED") else CHATML_TRAINING_TEMPLATE)
 
 
 def test_qwen3_as_published_gives_calls_a_thought_only_where_they_have_one_or_come_last() -> None:

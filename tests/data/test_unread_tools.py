@@ -92,10 +92,10 @@ def test_calls_that_the_template_leaves_out(kind, caplog):
     name = next(name for name in ("messages", "prompt", "chosen") if isinstance(columns.get(name), list))
     called = {**columns, name: [columns[name][0], call, {"role": "tool", "content": "up"}, *columns[name]]}
 
-    def warned(rows, template):
+    def warned(row, template):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            prepare(Dataset.from_list([rows] * 2), tokenizer(template))
+            prepare(Dataset.from_list([columns, row]), tokenizer(template))
         return "train dataset: the messages' tool calls are not shown" in caplog.text
 
     assert warned(called, SPOKEN) and not warned(called, SPOKEN + "{# tool_calls #}") and not warned(columns, SPOKEN)

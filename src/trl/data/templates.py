@@ -120,16 +120,16 @@ def get_training_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None
     """A prefix-preserving template with `{% generation %}` marks that stands in for the tokenizer's own in training.
 
     Known are the Qwen3 family (every assistant turn then keeps its `<think>` block, as its last turn does) and plain
-    ChatML, recognised by what they render and by the variables that they read. None where the template is of neither
-    kind, or needs no replacement.
+    ChatML, recognised by what they render; ChatML also by the variables that it reads. None where the template is of
+    neither kind, or needs no replacement.
     """
     source = template_source(tokenizer)
     if not source or (has_generation_marks(tokenizer) and is_chat_template_prefix_preserving(tokenizer)):
         return None
     for candidate in (CHATML_TRAINING_TEMPLATE, QWEN3_TRAINING_TEMPLATE):
-        known = _variables(candidate) | {*tokenizer.special_tokens_map, "raise_exception"}
-        if all(_renders_alike(tokenizer, candidate, *probe) for probe in _PROBES[candidate]):
-            return candidate if _variables(source) <= known else None
+        is_known = candidate is QWEN3_TRAINING_TEMPLATE or _variables(source) <= _CHATML_VARIABLES
+        if is_known and all(_renders_alike(tokenizer, candidate, *probe) for probe in _PROBES[candidate]):
+            return candidate
     return None
 
 
@@ -148,15 +148,15 @@ _COMMON_PROBES: list[tuple[list[Message], list | None]] = [
     ([_SYSTEM, _QUESTION], None),
     ([_QUESTION, _ANSWER], None),
 ]
+_CHATML_VARIABLES = {"messages", "add_generation_prompt", "raise_exception", "bos_token", "eos_token", "pad_token"}
 # What plain ChatML has no rules for.
 _FURTHER: list[list[Message]] = [
     [_QUESTION, _CALL, _RESULT],
-    [_QUESTION, {key: value for key, value in _CALL.items() if key != "content"}, _RESULT],
     [{**_SYSTEM, "role": "developer"}, {**_QUESTION, "name": "Ann"}, {**_ANSWER, "reasoning_content": "Up."}],
     [_QUESTION, _THOUGHT, {"role": "user", "content": " Why? \n"}, {"role": "assistant", "content": " So.\n"}],
     [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}],
 ]
-# What a template must render exactly as its stand-in does, or refuse as that does: (messages, tools).
+# What a template must render exactly as its stand-in does: (messages, tools). It need not refuse what that refuses.
 _PROBES: dict[str, list[tuple[list[Message], list | None]]] = {
     CHATML_TRAINING_TEMPLATE: [
         *_COMMON_PROBES,
@@ -183,7 +183,8 @@ def _renders_alike(
             texts.append(render(tokenizer, Chat(messages, tools, kwargs), add_generation_prompt=opens))
         except TemplateRefusal:
             texts.append("")
-    return texts[0] == texts[1]
+    is_printed = "{'type':" in texts[0]  # a list of parts as Python shows it
+    return texts[0] == texts[1] or (is_printed and not texts[1])
 
 
 # How Qwen-style text reads as a message, in the language of transformers' response parser.

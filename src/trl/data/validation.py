@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Remedies for commands, which read files, and for Python.
 RENAME = "Rename the columns (--column_mapping OLD=NEW ..., or rows.rename_columns in Python)"
 IN_QUOTES = "Write it in quotes in a .jsonl file; in Python, convert it with str()"
-_CALLS = re.compile(r"'tool_calls': (?!(?:List\()?Value\('null'\))")  # in the types of a data set's columns
+ROWS_WITH_CALLS = 1_000  # of a stored data set, in which tool calls are looked for
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 SFT_TYPES = (
@@ -281,10 +281,14 @@ def warn_of_unread_tools(
 ) -> None:
     """Warn of tools that reach no prompt: `tools` for all rows, or those of conversations' column (streams: row 0).
 
-    Also of tool calls, by the columns' types, that the template does not read.
+    Also of tool calls in the first rows that the template does not read.
     """
-    has_calls = _CALLS.search(repr(dataset.features)) is not None
-    if is_chat and has_calls and "tool_calls" not in template_source(processing_class, tools=[{}]):
+    is_stored = isinstance(dataset, Dataset)
+    rows = dataset.with_format(None).take(min(len(dataset), ROWS_WITH_CALLS)) if is_stored else dataset.take(1)
+    lists = (value for row in rows for value in dict(row).values() if isinstance(value, list))
+    messages = (message for values in lists for message in values if isinstance(message, Mapping))
+    shows_calls = not is_chat or "tool_calls" in template_source(processing_class, tools=[{}])
+    if not shows_calls and any(message.get("tool_calls") for message in messages):
         logger.warning(
             "%s dataset: the messages' tool calls are not shown, because the chat template reads none. Choose another "
             "chat template.",
@@ -294,7 +298,6 @@ def warn_of_unread_tools(
         return
     all_tools = [tools]
     if not tools and is_chat and "tools" in column_names(dataset):
-        is_stored = isinstance(dataset, Dataset)
         all_tools = dataset.with_format(None)["tools"] if is_stored else [next(iter(dataset)).get("tools")]
     if any(row_tools and row_tools not in ("[]", "null") for row_tools in all_tools):
         logger.warning(
