@@ -165,6 +165,12 @@ def test_reference_numbers_are_kept_to_the_bit() -> None:
     assert "other" not in rows.column_names
 
 
+def test_tokens_of_older_programs_are_refused() -> None:
+    row = {"prompt_input_ids": [5], "completion_input_ids": [5, 6], "completion_labels": [-100, 6], "label": True}
+    with pytest.raises(ValueError, match="has 'completion_labels': tokens as older programs made them"):
+        prepare([row])
+
+
 def test_one_kind_of_rows_is_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     prepare([row for row in TEXT if row["label"]])
     assert "all 3 rows are desirable (label true)" in caplog.text

@@ -24,19 +24,25 @@ NOT_ENDING = (*NOT_ANSWERING, "tool", "function")
 def pair_row_type(columns: Sequence[str], first_row: Row, *, name: str, for_reward: bool = False) -> RowType:
     """The type of rows: tokens, messages or text, in this order. Raises: ValueError for columns of none of these."""
     pairs = (REWARD_COLUMNS, OLDER_REWARD_COLUMNS) if for_reward else (PAIR_COLUMNS,)
-    if "chosen_labels" in columns and not for_reward:
-        raise ValueError(
-            f"{name} dataset has 'chosen_labels': tokens as older programs made them, each answer behind its prompt. "
-            "Give text, or cut the prompts off and remove the labels."
-        )
     for tokens in pairs:
         if set(tokens) <= set(columns):
+            if not for_reward:
+                check_no_labels(columns, "chosen_labels", name)
             return RowType("tokens", tokens)
     if not set(SIDES) <= set(columns):
         takes = f"'chosen' and 'rejected' (with or without 'prompt'), or tokenized {', '.join(map(repr, pairs[0]))}"
         needed = pairs[0] if set(pairs[0]) & set(columns) else SIDES
         raise wrong_columns(columns, name, takes=takes, needed=needed)
     return RowType("messages" if isinstance(first_row.get("chosen"), list | tuple) else "text", SIDES)
+
+
+def check_no_labels(columns: Sequence[str], labels: str, name: str) -> None:
+    """Raise ValueError for tokenised rows with `labels`, whose completions begin with their prompts."""
+    if labels in columns:
+        raise ValueError(
+            f"{name} dataset has {labels!r}: tokens as older programs made them, each answer behind its prompt. Give "
+            "text, or cut the prompts off and remove the labels."
+        )
 
 
 class Pair(NamedTuple):

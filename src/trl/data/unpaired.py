@@ -12,7 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names, is_conversational, maybe_convert_to_chatml
 from trl.data.pipeline import PreparationReport, allowed_ids
 from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens
-from trl.data.preference_rows import SIDES, PairLengths, Side, TruncationOrder, check_role, pair_row_type, with_context
+from trl.data.preference_rows import (
+    SIDES,
+    PairLengths,
+    Side,
+    TruncationOrder,
+    check_no_labels,
+    check_role,
+    pair_row_type,
+    with_context,
+)
 from trl.data.rendering import ProcessingClass, split_rendering, text_tokenizer
 from trl.data.tokenization import Ids
 from trl.data.validation import RowType, check_answer, check_label, wrong_columns
@@ -122,6 +131,7 @@ class UnpairedPreparation(PreferencePreparation):
 def _row_type(columns: Sequence[str], row: Row, settings: UnpairedPreparation, name: str) -> RowType:
     """The type of rows: tokens, pairs, messages or text, in this order. Raises: ValueError for other columns."""
     if set(TOKEN_COLUMNS) <= set(columns):
+        check_no_labels(columns, "completion_labels", name)
         needed = ("label", *([EMBEDDING_COLUMN] if settings.embedding_tokenizer is not None else []))
         if not set(needed) <= set(columns):
             takes = "'label' (true where the completion is desirable), and for BCO's embedding_tokenizer"
