@@ -184,6 +184,17 @@ def test_a_run_of_one_epoch_is_saved(frequency, saved, tmp_path):
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == saved
 
 
+def test_an_error_is_the_last_event_of_a_run(tmp_path):
+    def fails(*_):
+        raise OSError("no judge\nat all")
+
+    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "sample_num_steps": 2, "save_freq": 1}
+    with pytest.raises(OSError, match="no judge"):
+        ddpo(reward=fails, **settings).train(2)
+    last = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["step"], last["reason"]) == ("stopped", 0, "OSError: no judge")
+
+
 def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
     settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 2, "sample_num_steps": 2}
     ddpo(**settings).train(4)

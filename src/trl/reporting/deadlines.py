@@ -202,9 +202,15 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     with closing(loop):
         while True:
             try:
-                return loop.run_forever()
+                loop.run_forever()
+                break
             except (SystemExit, KeyboardInterrupt):
                 continue
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:

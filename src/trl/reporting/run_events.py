@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 logger = logging.getLogger(__name__)
 
 EVENTS = "run.jsonl"
+REASON = 300  # characters of an error
 PARTS = "completions"
 BARS = 40  # of a histogram
 KEPT_PARTS = 200  # files of completions of a run
@@ -91,6 +92,13 @@ class RunEvents:
         line = json.dumps(entry, default=str, ensure_ascii=False)
         with self._stopping_at_errors(), (self._folder / EVENTS).open("ab", buffering=0) as file:
             file.write(line.encode("utf-8", "replace") + b"\n")
+
+    def stop(self, step: int, error: BaseException | None) -> None:
+        """Write no more events; the last one of a run that an error stopped says so."""
+        if error is not None:
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]
+            self.write("stopped", step, reason=reason[:REASON])
+        self.close()
 
     def write_part(self, folder: Path, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Write completions aside and rename them into place."""

@@ -5,7 +5,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -145,7 +145,8 @@ class DiffusionTrainer:
             self._folder.parent if frequency else None, self._name, self.policy.model, self.accelerator, run=self._name,
             settings=changed_settings(self.config), step=self.first_epoch, steps=last + 1,
         )  # fmt: skip
-        with closing(events):
+        with ExitStack() as stack:
+            stack.push(lambda kind, error, _: events.stop(state.global_step, error))
             for epoch in range(self.first_epoch, last + 1):
                 before = len(self.log_history)
                 self._global_step = self.step(epoch, self._global_step)

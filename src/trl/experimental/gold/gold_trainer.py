@@ -1,6 +1,7 @@
 """GOLD: distillation from a teacher with another tokenizer, on data or on the student's own completions."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -92,7 +93,8 @@ class GOLDTrainer(GKDTrainer):
                 )
             self.teacher_tokenizer = _tokenizer_of(args, teacher_model)
         if isinstance(model, str) and getattr(args, "student_model_revision", "main") != "main":
-            config: Any = args
+            config: Any = copy(args)
+            args = config
             config.model_init_kwargs = {"revision": config.student_model_revision, **(config.model_init_kwargs or {})}
         super().__init__(
             model, teacher_model, args, data_collator, train_dataset, eval_dataset, processing_class,

@@ -19,7 +19,6 @@ from trl.options.shared import changed_settings
 from trl.reporting.run_events import RunEvents, histogram
 from trl.reporting.run_lines import peak_memory
 
-REASON = 300  # characters of an error
 MEASURED_ROWS = 100_000  # of the training set, whose lengths are counted
 
 
@@ -71,11 +70,8 @@ class RunReport(TrainerCallback):
         self.events.write("end", state.global_step)
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Write no more events; the last one of a run that did not end says why."""
-        if kind is not None:
-            reason = f"{kind.__name__}: {error}".removesuffix(": ")
-            self.events.write("stopped", self._trainer.state.global_step, reason=reason[:REASON])
-        self.events.close()
+        """At the end of a block, perhaps by an error: see `RunEvents.stop`."""
+        self.events.stop(self._trainer.state.global_step, error)
 
 
 def begin(
