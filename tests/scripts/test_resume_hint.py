@@ -17,7 +17,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 def settings(output_dir, **given):
     defaults = {"output_dir": str(output_dir), "max_steps": -1, "save_strategy": "steps", "save_steps": 500}
-    defaults["save_only_model"] = False
+    defaults |= {"save_only_model": False, "deepspeed": None}
     return SimpleNamespace(**{**defaults, **given})
 
 

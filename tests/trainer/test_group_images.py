@@ -198,7 +198,7 @@ def test_rows_that_cannot_be_trained_on(name):
 def test_parts_that_take_no_images():
     processor = tiny_processor("llava")
     tokenizer = processor.tokenizer
-    with pytest.raises(TypeError, match="but the rows have images, expected a processor"):
+    with pytest.raises(TypeError, match="but the data set has a column of images, expected a processor"):
         make(given={"processing_class": tokenizer, "model": tiny_vision_model(processor)})
     with pytest.raises(ValueError, match="which takes no images, but the rows have some"):
         make(given={"model": tiny_model("llama", vocab_size=len(tokenizer))})

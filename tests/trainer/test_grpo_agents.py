@@ -460,6 +460,7 @@ async def two_arguments(row, base_url):
     [
         ({"agent": synchronous}, TypeError, "async"),
         ({"agent": two_arguments}, TypeError, "base_url"),
+        ({"agent": ""}, FileNotFoundError, "no program ''"),
         ({"agent": "/no/my-agent"}, FileNotFoundError, "no program '/no/my-agent'"),
         ({"agent": 3}, TypeError, "int"),
         ({"agent": tool_agent, "tools": TOOLS}, ValueError, "tools"),

@@ -80,7 +80,7 @@ BAD: dict[str, Bad] = {
         ("prm",), ValueError, ("train dataset has images", "made for text", "SFTTrainer, DPOTrainer"), [{**STEPS, "image": IMAGE}] * 2
     ),
     "images without a processor": Bad(
-        ("dpo",), TypeError, ("processing_class is a", "the rows have images, expected a processor", "AutoProcessor"),
+        ("dpo",), TypeError, ("processing_class is a", "the data set has a column of images, expected a processor", "AutoProcessor"),
         [{**PAIR, "images": [IMAGE]}] * 2,
     ),
     "reference adapter that does not exist": Bad(

@@ -193,8 +193,9 @@ def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Playe
     """The agent, called with a session. Raises: TypeError for other objects, FileNotFoundError for no program."""
     if isinstance(agent, (str, list, tuple)):
         words = shlex.split(agent) if isinstance(agent, str) else [str(word) for word in agent]
-        if shutil.which(words[0]) is None:
-            raise FileNotFoundError(f"agent={words}: there is no program {words[0]!r}. Install it, or give its path.")
+        if not words or shutil.which(words[0]) is None:
+            missing = words[0] if words else ""
+            raise FileNotFoundError(f"agent={words}: there is no program {missing!r}. Install it, or give its path.")
         return lambda session, _: _run_command(words, session, graded=graded)
     called = getattr(type(agent), "__call__", None)  # noqa: B004 - of an object that is called as a function
     try:

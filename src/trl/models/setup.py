@@ -221,8 +221,9 @@ def load_classifier(
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(
-            f"'{model}' has a head of another size than num_labels={kind.labels}, which {kind.words} needs. Give "
-            "another model, or draw a new head: model_init_kwargs={'ignore_mismatched_sizes': True}."
+            f"'{model}' has weights of other sizes than its config with num_labels={kind.labels}, as {kind.words} has: "
+            "perhaps another head. Give another model, or draw these weights anew: "
+            "model_init_kwargs={'ignore_mismatched_sizes': True}."
         ) from error
 
 

@@ -83,12 +83,13 @@ class MetricSums:
 
 
 def extreme_of(name: str) -> str | None:
-    """ "min" or "max" for a metric whose name has this word behind the last slash; None for a mean.
+    """The word min or max behind the last slash of a metric's name; None for a mean, as rewards by function are.
 
-    >>> extreme_of("clip_ratio/low_min"), extreme_of("completions/max_length"), extreme_of("minimum/kl")
+    >>> extreme_of("clip_ratio/low_min"), extreme_of("completions/max_length"), extreme_of("rewards/min_words")
     ('min', 'max', None)
     """
-    words = name.rpartition("/")[2].split("_")
+    group, _, last = name.rpartition("/")
+    words = [] if group.endswith("rewards") else last.split("_")
     return next((word for word in ("min", "max") if word in words), None)
 
 

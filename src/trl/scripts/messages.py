@@ -181,7 +181,7 @@ def resume_hint(newest: Path | None, args: "TrainingArguments", *, command: str,
     resume = "true" if whole is not None and newest.resolve() == whole.resolve() else str(newest)
     longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
     same = f"the same options, a larger --{longer} and" if finished else "the same options and"
-    without = " --resume_without optimizer random_state" if args.save_only_model else ""
+    without = " --resume_without optimizer random_state" if args.save_only_model and not args.deepspeed else ""
     return f"To resume: trl {command} with {same} --resume_from_checkpoint {resume}{without}"
 
 
