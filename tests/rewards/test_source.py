@@ -312,7 +312,9 @@ def test_threads_that_cannot_be_stopped_are_named_and_do_not_pile_up():
     assert not any(thread.is_alive() for thread in alive)
 
 
-def test_async_sources_run_at_the_same_time_on_one_loop():
+def test_async_sources_run_at_the_same_time_on_one_loop(monkeypatch):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
     loops, running, most = set(), 0, 0
 
     def judge(number):
@@ -337,7 +339,7 @@ def test_async_sources_run_at_the_same_time_on_one_loop():
     del sources
     gc.collect()
     thread.join(10)
-    assert not thread.is_alive() and loop.is_closed()
+    assert not thread.is_alive() and loop.is_closed() and not errors
 
 
 def test_an_async_source_past_its_deadline_is_cancelled():
