@@ -51,8 +51,6 @@ class GRPOMethod(GroupMethod):
 
     def with_teacher(self, experience: Experience) -> Experience:
         """With an advantage of each token, to which the teacher's and the policy's log-probs add."""
-        if not self.scores_teacher:
-            return experience
         gaps = from_teacher(experience)
         advantages = token_advantages(experience) + self.teacher_advantages(experience, gaps)
         return experience.with_tokens(**{ADVANTAGE: advantages})

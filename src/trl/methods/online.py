@@ -157,7 +157,7 @@ class GroupMethod(OnlineMethod):
         return has_no_variance(self.given_rewards(rows), group_size)
 
     def with_teacher(self, experience: Experience) -> Experience:
-        """With what the teacher's log-probs add to the advantages."""
+        """With what the teacher's log-probs add to the advantages, where the method `scores_teacher`."""
         return experience
 
     def signals(self, experience: Experience) -> Tensor:

@@ -187,7 +187,9 @@ class OnlineTrainer(BaseTrainer):
         local = (self.args.process_index * count + torch.arange(count)).clamp(max=len(rewards) - 1)
         length = self.method.mean_length(rows).expand(count).clone()
         columns = {REWARD: rewards[local], ADVANTAGE: advantages[local], MEAN_LENGTH: length}
-        experience = self.method.with_teacher(experience.with_rows(**columns))
+        experience = experience.with_rows(**columns)
+        if self.method.scores_teacher:
+            experience = self.method.with_teacher(experience)
         read = local_rows(self.accelerator, self.args.eval_batch_size) if is_evaluation else count
         counted = torch.arange(count) < read
         corrected = self.method.corrected(experience, is_exact=self.sampler_is_exact, counted=counted)

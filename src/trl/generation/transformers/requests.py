@@ -204,7 +204,11 @@ class Requests:
 
     def _extend(self, rules: Rules, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         counts, logits = self.counts[requests], logits[:, : rules.sampling.vocabulary]
-        self._penalise(rules, requests, counts, logits)
+        if rules.sampling.repetition_penalty != 1.0 and rules.processors is None:
+            self._penalise(rules.sampling.repetition_penalty, requests, counts, logits)
+        if self._has_minima:
+            early = (counts < self._minima[requests]).nonzero()[:, 0]
+            logits[early[:, None], rules.ends[rules.ends < logits.shape[1]]] = -torch.inf
         numbers = uniforms(self.keys[requests], counts)
         if rules.processors is None:
             drawn = choose(logits, numbers, rules.sampling)
@@ -233,19 +237,14 @@ class Requests:
         self.stopped[requests] = stopped
         return drawn.ids, stopped | (counts >= self._limits[requests])
 
-    def _penalise(self, rules: Rules, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
-        """Apply the repetition penalty and the minimum length, in place."""
-        if rules.sampling.repetition_penalty != 1.0 and rules.processors is None:
-            shape = [len(self.counts), logits.shape[1]]
-            self._seen = fitted(self._seen, shape, self.stopped)
-            for request in requests[counts == 0].tolist():
-                begin = self.begin or self.prompts[self.prompt_of[request]]
-                self._seen[request] = False
-                self._seen[request, self.counts.new_tensor(begin)] = True
-            penalise_(logits, self._seen[requests, : logits.shape[1]], rules.sampling.repetition_penalty)
-        if self._has_minima:
-            early = (counts < self._minima[requests]).nonzero()[:, 0]
-            logits[early[:, None], rules.ends[rules.ends < logits.shape[1]]] = -torch.inf
+    def _penalise(self, penalty: float, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
+        """Apply the repetition penalty, in place."""
+        self._seen = fitted(self._seen, [len(self.counts), logits.shape[1]], self.stopped)
+        for request in requests[counts == 0].tolist():
+            begin = self.begin or self.prompts[self.prompt_of[request]]
+            self._seen[request] = False
+            self._seen[request, self.counts.new_tensor(begin)] = True
+        penalise_(logits, self._seen[requests, : logits.shape[1]], penalty)
 
     def results(self, requests: Sequence[int] | None = None) -> list[Generated]:
         """The completions of requests (by default all), in their order."""
