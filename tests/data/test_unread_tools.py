@@ -7,11 +7,13 @@ import pytest
 from datasets import Dataset, IterableDataset
 from tests.models.words import word_tokenizer
 
+from trl.data.formats import written
 from trl.data.pipeline import prepare_dataset
 from trl.data.preference import PreferencePreparation, RewardPreparation
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.text import SFTPreparation
 from trl.data.unpaired import UnpairedPreparation
+from trl.data.validation import Place, check_messages
 
 SPOKEN = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
 SHOWING = "{% if tools %}{{ 'tools ' }}{% endif %}" + SPOKEN
@@ -106,3 +108,44 @@ def test_a_stream_is_judged_by_its_first_row(caplog):
     stream = IterableDataset.from_generator(lambda: iter(with_tools(**columns)))
     (warning,) = warnings_of(caplog, prepare, stream)
     assert "train dataset: the prompts do not show" in warning
+
+
+JSON_CALLS = "{% for m in messages %}{{ m['role'] }} {% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %} </s> {% endfor %}"
+
+
+@pytest.mark.parametrize("expression", ["c.function.arguments | tojson", "c.function | tojson"])
+def test_arguments_of_calls_as_json_text_are_encoded_once(expression):
+    template = JSON_CALLS.replace("ARGUMENTS", expression)
+
+    def messages_of(arguments):
+        calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
+        place = Place("train", 0, "messages")
+        return check_messages([*ASKED, {"role": "assistant", "tool_calls": calls}], place, template=template)
+
+    assert messages_of('{"at": 1, "to": null}') == messages_of(written({"at": 1, "to": None}))
+    for kept in ("not JSON", "[1]", ""):
+        assert messages_of(kept)[1]["tool_calls"][0]["function"]["arguments"] == kept
+
+
+def test_a_template_that_writes_text_as_it_is_gets_text():
+    template = JSON_CALLS.replace("ARGUMENTS", "'```' + c.function.arguments + '```'")  # as DeepSeek's
+    calls = [{"type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}]
+    turns = [*ASKED, {"role": "assistant", "tool_calls": calls}]
+    assert check_messages(turns, Place("train", 0, "messages"), template=template)[1]["tool_calls"] == calls
+
+
+@pytest.mark.parametrize("kind", ["sft", "pairs"])
+def test_answers_that_the_template_cuts_are_counted(kind, caplog):
+    cut = SPOKEN.replace("message['content']", "message['content'].split('</think>')[-1]")
+    thought = said("<think> mat </think> sat")
+    columns = {"sft": {"messages": ASKED + thought}, "pairs": {**PAIRS, "chosen": thought}}[kind]
+    for template, count in ((SPOKEN, 0), (cut, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            _, report = KINDS[kind][1](Dataset.from_list([columns, KINDS[kind][0]]), tokenizer(template))
+        assert report.hidden_answers == count and caplog.text.count("leaves out a part of the answer") == count
+
+
+def test_a_column_of_system_prompts_is_not_read_silently(caplog):
+    KINDS["sft"][1](Dataset.from_list([{**KINDS["sft"][0], "system": "Be brief."}]), tokenizer())
+    assert "the column 'system' is not read" in caplog.text

@@ -216,6 +216,7 @@ BAD = {
     "places without a column": Bad(ValueError, ("row 0, column 'messages'", "0 images for 1 image parts"), lambda: [{"messages": ANY_PLACES}]),
     "placeholders without a column": Bad(ValueError, ("row 1, column 'text'", "'<image>'", "column 'images'"), lambda: [{"text": "Look up."}, {"text": "<image>Look up."}]),
     "text without placeholder": Bad(ValueError, ("row 0, column 'images'", "1 images for 0 placeholders '<image>'"), lambda: [{"images": [IMAGE], "text": "Look up."}]),
+    "images in parts": Bad(ValueError, ("row 0, column 'messages'", "['image_url'] without a column 'images'"), lambda: [{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "Look"}]}, {"role": "assistant", "content": [{"type": "text", "text": "Blue."}]}]}]),
     "placeholder in a message": Bad(ValueError, ("row 1, column 'messages'", "2 placeholders '<image>'"), lambda: doubled({"messages": [{**USER, "content": "<image>Look"}, BLUE]})),
     "no user": Bad(ValueError, ("row 1, column 'images'", "no user message"), lambda: doubled({"messages": [BLUE]})),
     "an unknown role": Bad(ValueError, ("row 1, column 'messages', message 0", "unknown role 'usr'"), lambda: doubled({"messages": [{**USER, "role": "usr"}, BLUE]})),

@@ -29,11 +29,12 @@ from trl.data.formats import (
 from trl.data.preference_rows import SIDES, PairReader
 from trl.data.rendering import Chat, render, render_prompt, split_rendering, template_source, text_tokenizer
 from trl.data.tokenization import single_begin, template_inputs
-from trl.data.validation import Place, RowType, accepted_roles, check_messages, check_text, warn_of_unread_tools
+from trl.data.validation import Place, RowType, check_messages, check_text, warn_of_unread_tools
 
 logger = logging.getLogger(__name__)
 
 ROWS_RENDERED = 64  # before the first step; a stream's other rows are met in training
+LLAVA_PLACEHOLDER = "<image>"  # also of LLaMA-Factory's rows
 _ANY_IMAGE = "an image that is not decoded"
 
 EXPECTED = {"images": "a list of images", "image": "an image"}
@@ -120,8 +121,8 @@ class ImageRows:
         place = self.place(index, column)
         if not self.row_type.is_chat:
             return check_text(row.get(column), place, may_be_empty=column == "prompt")
-        roles = accepted_roles(template_source(self.processor))
-        return check_messages(maybe_convert_to_chatml(dict(row)).get(column), place, roles=roles)
+        template = template_source(self.processor)
+        return check_messages(maybe_convert_to_chatml(dict(row)).get(column), place, template=template)
 
     def halves(self, row: Row, index: int, images: list, *, is_rendered: bool = True) -> list[TextHalves]:
         """The texts of a row, ready for the processor, with a stop token at the end and a placeholder for each image.
@@ -155,6 +156,9 @@ class ImageRows:
 
     def _check_count(self, halves: TextHalves, images: list, place: Place) -> None:
         placeholder = str(getattr(self.processor, "image_token", None) or "")
+        if images and placeholder != LLAVA_PLACEHOLDER and any(LLAVA_PLACEHOLDER in half for half in halves):
+            remedy = 'Write {"type": "image"} parts in its place, or remove it: images go in front of the text.'
+            raise place.error(f"{LLAVA_PLACEHOLDER!r}, which is text for this processor", repr(placeholder), remedy)
         placeholders = sum(half.count(placeholder) for half in halves) if placeholder else len(images)
         if placeholders != len(images):
             remedy = (

@@ -35,6 +35,8 @@ WARNINGS: Mapping[str, str] = {
     "untrained_rows": "no trained token is left{}. Raise max_length, shorten the prompts, or filter these rows.",
     "unstopped_rows": "a turn ends without a stop token, so the model does not learn to stop there. Put the token "
     "inside the template's generation marks, or add one to the template.",
+    "hidden_answers": "the chat template leaves out a part of the answer (its reasoning, perhaps): it is not trained. "
+    "Choose another chat template.",
     "shifted_rows": "a token reaches over the end of the prompt, or of a turn; it is trained. Let prompts end before a "
     "space, not after it.",
     "removed_begin_tokens": "begin tokens that repeated the tokenizer's own were removed.",
@@ -112,6 +114,7 @@ class PreparationReport:
     untrained_rows: int = 0
     dropped_rows: int = 0
     unstopped_rows: int = 0
+    hidden_answers: int = 0
     shifted_rows: int = 0
     removed_begin_tokens: int = 0
     equal_rows: int = 0

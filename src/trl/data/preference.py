@@ -61,7 +61,7 @@ class PairTokenizer(PairReader, RowKind):
 
     counts = (
         *RowKind.counts, "equal_rows", "promptless_rows", "shifted_rows", "removed_begin_tokens", "empty_completions",
-        "repeated_prompts",
+        "repeated_prompts", "hidden_answers",
     )  # fmt: skip
     refused = ("untrained_rows", "promptless_rows")
     columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
@@ -71,7 +71,7 @@ class PairTokenizer(PairReader, RowKind):
     vocabulary: Vocabulary | None = None
     add_special_tokens: bool = True
     kept_numbers: tuple[str, ...] = ()
-    version: int = 4
+    version: int = 5
 
     @property
     def features(self) -> dict[str, FeatureType]:
@@ -97,13 +97,13 @@ class PairTokenizer(PairReader, RowKind):
         return cut_rows
 
     def _answers(self, row: Row, index: int) -> list[Answers]:
-        chosen, rejected, is_repeated = self.read(row, index)
+        chosen, rejected, counts = self.read(row, index)
         # Templates may render the prompt in another way in its middle: what both sides share is the prompt.
         shared = chosen[0][: common_prefix_length(chosen[0], rejected[0])]
         answers = ["".join(side)[len(shared) :] for side in (chosen, rejected)]
         # The answers of an implicit prompt may part within a token: nobody chose that boundary.
         has_boundary = self.row_type.is_chat or "prompt" in row
-        return [Answers(index, shared, answers, has_boundary, {"repeated_prompts": int(is_repeated)})]
+        return [Answers(index, shared, answers, has_boundary, counts)]
 
     def _tokenized(self, rows: Mapping[int, Row]) -> list[Tokens]:
         read = [texts for index, row in rows.items() for texts in self._answers(row, index)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from trl.data.formats import Row, StoredOrStream, common_prefix_length, extract_prompt
-from trl.data.rendering import Chat, Message, ProcessingClass, render, render_prompt, split_rendering
+from trl.data.rendering import Chat, Message, ProcessingClass, hides_answer, render, render_prompt, split_rendering
 from trl.data.tokenization import Ids, read_chat, read_text
 from trl.data.validation import Place, RowType, check_answer, check_tokenizer, wrong_columns
 
@@ -76,16 +76,16 @@ class PairReader:
         needs_eos = self.row_type.kind == "text" or (is_chat and self.needs_prompt)
         check_tokenizer(dataset, self.processing_class, place, is_chat=is_chat, needs_eos=needs_eos, tools=self.tools)
 
-    def read(self, row: Row, index: int) -> tuple[tuple[str, str], tuple[str, str], bool]:
-        """Prompt and completion of the chosen and of the rejected side, as text; and `Pair.is_repeated`.
+    def read(self, row: Row, index: int) -> tuple[tuple[str, str], tuple[str, str], dict[str, int]]:
+        """Prompt and completion of the chosen and of the rejected side, as text; and counts for the report.
 
         Without `needs_prompt` the whole of each side is its completion. Raises: TypeError or ValueError.
         """
         pair, sides, processing_class = self.pair(row, index), [], self.processing_class
         if not self.row_type.is_chat:
             prompt, head = (pair.prompt, "") if self.needs_prompt else ("", pair.prompt)
-            return (prompt, head + pair.chosen), (prompt, head + pair.rejected), False
-        opened = None
+            return (prompt, head + pair.chosen), (prompt, head + pair.rejected), {}
+        opened, counts = None, {"repeated_prompts": int(pair.is_repeated), "hidden_answers": 0}
         for side in SIDES:
             answer: list[Message] = getattr(pair, side)
             with self.place(index, side).named():
@@ -95,7 +95,8 @@ class PairReader:
                 else:
                     whole = pair.prompt._replace(messages=[*pair.prompt.messages, *answer])
                     sides.append(("", render(processing_class, whole)))
-        return sides[0], sides[1], pair.is_repeated
+            counts["hidden_answers"] |= hides_answer(answer, "".join(sides[-1]))
+        return sides[0], sides[1], counts
 
     def pair(self, row: Row, index: int) -> Pair:
         """Prompt and answers of a row of text or messages. Raises: TypeError or ValueError for other values."""

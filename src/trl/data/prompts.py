@@ -75,6 +75,7 @@ class PromptTokenizer(RowKind):
     dataset_name: str
     is_given: bool
     is_chat: bool
+    version: int = 1  # part of the cache key
 
     @property
     def features(self) -> dict[str, FeatureType]:

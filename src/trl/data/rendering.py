@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -146,6 +147,29 @@ def template_source(processing_class: ProcessingClass, *, tools: list | None = N
         named = template.get("tool_use") if tools else None
         return named or template.get("default", "")
     return template or ""
+
+
+@cache
+def encodes_arguments(template: str) -> bool:
+    """Whether a template writes the arguments of tool calls as JSON, even if they are text (Qwen 2.5, Llama 3.1)."""
+    text = '{"at": 1}'
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": text}}
+    turns = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+    try:
+        rendered, _ = render_jinja_template(conversations=[turns], chat_template=template, **tokens)
+    except TEMPLATE_ERRORS:
+        return False
+    return json.dumps(text) in rendered[0]
+
+
+def hides_answer(answer: list[Message], rendered: str) -> bool:
+    """Whether the text lacks a part of the last message: some templates leave out reasoning, such as DeepSeek R1's."""
+    message, shown = answer[-1], "".join(rendered.split())
+    content = message.get("content") or ""
+    parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+    parts += [message.get(name) or "" for name in ("reasoning_content", "thinking")]
+    return not all("".join(part.split()) in shown for part in parts)
 
 
 def render_prompt(processing_class: ProcessingClass, chat: Chat) -> str:

@@ -23,7 +23,7 @@ from trl.data.ragged import (
     truncate_rows,
     without_list_sizes,
 )
-from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
+from trl.data.rendering import Chat, ProcessingClass, hides_answer, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
 from trl.data.token_rows import is_plain, mask_columns
 from trl.data.tokenization import Split, encode, encode_closed, read_chat, read_text, special_texts, tokenize_split
@@ -161,7 +161,7 @@ class SFTTokenizer(RowKind):
     tokens already keep their `columns`. `version` is part of the cache key of the prepared data set.
     """
 
-    counts = ("shifted_rows", "unstopped_rows", "removed_begin_tokens")
+    counts = ("shifted_rows", "unstopped_rows", "hidden_answers", "removed_begin_tokens")
 
     processing_class: ProcessingClass
     row_type: RowType
@@ -176,7 +176,7 @@ class SFTTokenizer(RowKind):
     formatter: Callable[[RowDict, int], str] | None = None
     columns: Mapping[str, FeatureType | None] | None = None
     splits: str | None = RowKind.splits
-    version: int = 5
+    version: int = 6
 
     @property
     def features(self) -> Mapping[str, FeatureType | None]:
@@ -264,8 +264,12 @@ class SFTTokenizer(RowKind):
         if not self.assistant_masks:
             stops = special_texts(tokenizer)
             return [
-                {**row, "unstopped_rows": int(not text.rstrip().endswith(stops))}
-                for row, (_, text) in zip(made, texts, strict=True)
+                {
+                    **row,
+                    "unstopped_rows": int(not text.rstrip().endswith(stops)),
+                    "hidden_answers": int(hides_answer(chat.messages, prompt + text)),
+                }
+                for row, chat, (prompt, text) in zip(made, chats, texts, strict=True)
             ]
         stop_tokens, chat_rows = StopTokens(tokenizer), zip(made, chats, places, strict=True)
         return [self._with_assistant_mask(row, chat, place, stop_tokens) for row, chat, place in chat_rows]
@@ -322,9 +326,10 @@ class SFTTokenizer(RowKind):
         if not isinstance(column, pa.ChunkedArray):
             rows = [row.tolist() if hasattr(row, "tolist") else row for row in column]  # tensors and arrays
             column = pa.chunked_array([pa.array(rows)])
-            if column.type == pa.list_(pa.bool_()) and first.column not in ("input_ids", "labels"):
-                column = column.cast(pa.list_(pa.int8()))
         kind = column.type
+        if is_list(kind) and pa.types.is_boolean(kind.value_type) and first.column not in ("input_ids", "labels"):
+            column = column.cast(pa.large_list(pa.int8()))
+            kind = column.type
         if not (is_list(kind) and pa.types.is_integer(kind.value_type)):
             remedy = "Tokenize the text, or rename the column."
             raise first.error(f"values of type {kind}", "lists of integers", remedy, TypeError)

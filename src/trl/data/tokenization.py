@@ -16,7 +16,7 @@ from trl.data.formats import (
     written,
 )
 from trl.data.rendering import Chat, ProcessingClass, read_tools, template_source, text_tokenizer
-from trl.data.validation import Place, accepted_roles, check_messages, check_text
+from trl.data.validation import Place, check_messages, check_text
 from trl.options.spelling import did_you_mean
 
 Ids = list[int]
@@ -51,11 +51,15 @@ def read_chat(
 
     Raises: TypeError or ValueError naming the place where messages, tools or template variables are not readable.
     """
-    roles = accepted_roles(template_source(processing_class))
-    messages = check_messages(maybe_convert_to_chatml(dict(row)).get(place.column), place, roles=roles)
+    template = template_source(processing_class)
+    messages = check_messages(maybe_convert_to_chatml(dict(row)).get(place.column), place, template=template)
     if isinstance(processing_class, ProcessorMixin):
         with place.named():
             messages = prepare_multimodal_messages(messages, images=[])
+        kinds = {part["type"] for message in messages for part in message["content"]} - {"text"}
+        if kinds:
+            remedy = 'Put images into a column \'images\', and {"type": "image"} in their places, or remove the parts.'
+            raise place.error(f"parts of the types {sorted(kinds)} without a column 'images'", "text", remedy)
     return Chat(messages, *template_inputs(row, place, tools=tools))
 
 

@@ -281,7 +281,7 @@ class Mismatching:
     lengths: CompletionLengths
     group: int
     same_label: bool = False
-    version: int = 2
+    version: int = 3
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """Columns `KL_completion_input_ids`, and `KL_prompt_input_ids` where the prompt was cut in another way."""

@@ -1,12 +1,13 @@
 """Checks of rows: the type of a data set's rows, and the values in them, each named by its place in errors."""
 
+import json
 import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset
 
@@ -19,8 +20,9 @@ from trl.data.formats import (
     is_list_of_dicts_with,
     maybe_convert_to_chatml,
     remove_none_values,
+    written,
 )
-from trl.data.rendering import Message, ProcessingClass, template_source, text_tokenizer
+from trl.data.rendering import Message, ProcessingClass, encodes_arguments, template_source, text_tokenizer
 from trl.options.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -194,8 +196,12 @@ def accepted_roles(template: str) -> frozenset[str]:
     return frozenset(KNOWN_ROLES) | frozenset(re.findall(r"""["'](\w+)["']""", template))
 
 
-def check_messages(value: object, place: Place, *, roles: frozenset[str]) -> list[Message]:
-    """The messages of a conversation, without Nones that storage added. Raises: TypeError or ValueError for others."""
+def check_messages(value: object, place: Place, *, template: str) -> list[Message]:
+    """The messages of a conversation as its chat template reads them, without Nones that storage added.
+
+    Arguments of tool calls that are JSON text become objects if the template would encode the text once more. Raises:
+    TypeError or ValueError for others.
+    """
     if value is None:
         raise place.error("None", "a list of messages", "Fill it in or filter the row out.")
     if not isinstance(value, list | tuple):
@@ -203,7 +209,26 @@ def check_messages(value: object, place: Place, *, roles: frozenset[str]) -> lis
         raise place.mistyped(value, expected, 'Write it as [{"role": "user", "content": ...}].')
     if not value:
         raise place.error("an empty list", "at least one message", "Filter the row out.")
-    return [_check_message(message, place._replace(message=index), roles) for index, message in enumerate(value)]
+    roles = accepted_roles(template)
+    messages = [_check_message(message, place._replace(message=index), roles) for index, message in enumerate(value)]
+    for message in messages:
+        if message.get("tool_calls") and encodes_arguments(template):
+            message["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
+    return messages
+
+
+def _decoded(call: Any) -> Any:
+    """A tool call whose arguments, where they are the JSON of an object, are that object."""
+    function: Any = call.get("function", call) if isinstance(call, Mapping) else None
+    text = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        arguments = json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    changed = {**function, "arguments": written(arguments)}
+    return {**call, "function": changed} if "function" in call else changed
 
 
 def check_answer(messages: Sequence[Message], place: Place) -> None:
@@ -273,6 +298,9 @@ def check_tokenizer(
     if needs_eos and text_tokenizer(processing_class).eos_token is None:
         fault = "the tokenizer has no eos token, so the model would not learn to stop"
         raise place.error(fault, "one", "Set tokenizer.eos_token to a token of its vocabulary.")
+    if is_chat and "system" in column_names(dataset):
+        text = "%s dataset: the column 'system' is not read. Write it as the first message, of the role 'system'."
+        logger.warning(text, place.dataset)
     warn_of_unread_tools(dataset, processing_class, name=place.dataset, is_chat=is_chat, tools=tools)
 
 

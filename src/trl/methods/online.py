@@ -43,6 +43,8 @@ class OnlineMethod(Method):
     """Whether the loss compares the completions of a group, which one process must have."""
     scores_reference: ClassVar[bool] = True
     needs_teacher: bool = False
+    compares_old: bool = False
+    """Whether rewards compare the policy's log-probs with the reference's: both must be of the scoring forward."""
     scores_teacher: bool = False
     """Whether it needs the teacher's log-probs of the sampled tokens."""
     temperature: float | None = None

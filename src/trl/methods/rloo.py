@@ -31,7 +31,7 @@ class RLOOMethod(GroupMethod):
 
     def __init__(self, args: "RLOOConfig") -> None:
         super().__init__(args)
-        self.has_reference = args.beta != 0
+        self.has_reference = self.compares_old = args.beta != 0
 
     def apply_rewards(
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool

@@ -22,7 +22,7 @@ from trl.rollouts.experience import (
 logger = logging.getLogger(__name__)
 
 TRUNCATED = "truncated"
-BUCKETS: tuple[str, ...] = (TOOL_OUTPUT, "reward_failed", TRUNCATED, FILTERED, "masked", "zero_advantage", "trained")
+BUCKETS: tuple[str, ...] = (TOOL_OUTPUT, TRUNCATED, "reward_failed", FILTERED, "masked", "zero_advantage", "trained")
 """A token counts in the first bucket that applies."""
 
 METRIC = "tokens/"

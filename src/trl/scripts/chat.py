@@ -86,7 +86,7 @@ def loaded_engine(arguments: Any) -> Any:
     loading = model_init_kwargs(arguments)
     model: Any = create_model_from_path(path, **loading).eval()
     if "quantization_config" not in loading:
-        model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")
+        model.to(arguments.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     tokenizer = text_tokenizer(load_processing_class(path, trust_remote_code=arguments.trust_remote_code))
     if not tokenizer.chat_template:
         raise ValueError(f"The tokenizer of '{path}' has no chat template. Use a model for chats.")

@@ -112,7 +112,7 @@ def _answers(path: str, rows: Sequence[Row], options: argparse.Namespace) -> lis
     from trl.trainer.samples import prompt_ids
 
     model: Any = create_model_from_path(path).eval()
-    model.to(torch.accelerator.current_accelerator() or "cpu")
+    model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     tokenizer = text_tokenizer(load_processing_class(path))
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed,

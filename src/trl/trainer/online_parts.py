@@ -132,7 +132,7 @@ def columns_to_score(
     `is_exact`: the sampler's log-probs are the policy's, and become the old ones. `is_reused`: several optimiser steps
     learn from the rows. `temperature`: that of sampling.
     """
-    columns = experience.per_token
+    columns, is_exact = experience.per_token, is_exact and not method.compares_old
     if is_exact:
         experience = experience.with_tokens(**{OLD: columns[SAMPLING_LOGPS]})
     wanted = {

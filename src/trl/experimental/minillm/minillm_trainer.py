@@ -17,7 +17,7 @@ from trl.reporting.model_card import Paper
 from trl.rewards.source import ProcessingClasses
 from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.rollouts.maker import Completer
-from trl.tensors.reduce import LossTerms, weighted
+from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer import arguments
 from trl.trainer.group_setup import RewardFuncs, RolloutFunc, Tools
@@ -64,6 +64,10 @@ class MiniLLMMethod(GRPOMethod):
         if LOSS_TYPES[self.args.loss_type].over == "tokens":
             return self.args.teacher_kl_coef * torch.ones_like(share)
         return self.args.teacher_kl_coef * (share / (len(experience) * experience.per_row[MEAN_LENGTH][0]))
+
+    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
+        """GRPO's estimate of `teacher_kl`, where it is not the exact one of `terms`."""
+        return {} if self.single_step else super().token_metrics(experience)
 
     def score(self, batch: Batch, scoring: Scoring) -> tuple[Scored, VocabularyLoss | None]:
         """What GRPO scores, and the exact divergence at each token."""
