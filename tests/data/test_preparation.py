@@ -208,6 +208,15 @@ def test_tokenized_streams_of_tensors_and_masks_of_truth_values(kind: str) -> No
     assert (report.rows, report.removed_tokens) == (2, 1)
 
 
+def test_stored_masks_of_truth_values() -> None:
+    rows = [
+        {"input_ids": [5, 6, 7], "completion_mask": [False, True, True]},
+        {"input_ids": [5, 6], "completion_mask": [True, False]},
+    ]
+    prepared, report = prepare(rows)
+    assert list(prepared) == rows and (report.rows, report.tokens, report.untrained_rows) == (2, 5, 1)
+
+
 def test_a_stream_goes_on_after_a_checkpoint() -> None:
     rows = [{"text": f"Look up {number}."} for number in range(150)]
     stream, _ = prepare(rows, streaming=True)

@@ -193,3 +193,9 @@ def test_what_is_refused_before_the_first_step(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="num_generations"):
         GRPOConfig(str(tmp_path), num_generations=1, use_cpu=True)
     assert MiniLLMConfig(str(tmp_path), num_generations=1, use_cpu=True).scale_rewards == "none"
+
+
+def test_minillm_logs_one_divergence() -> None:
+    """The exact one, in the step that samples as in one that learns from the same rollouts again."""
+    first, second = logs(of("minillm", gamma=1.0, num_iterations=2, max_steps=2, learning_rate=0.0)[0])
+    assert first["teacher_kl"] == pytest.approx(second["teacher_kl"], rel=1e-9) and first["teacher_kl"] > 0

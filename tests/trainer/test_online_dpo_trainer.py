@@ -376,3 +376,11 @@ def test_prompts_with_images():
     )
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0.6931472, rel=1e-6)
     assert any("projector" in name and gradient.any() for name, gradient in keep.steps[0].items())
+
+
+def test_completions_that_are_cut_are_counted_as_truncated(caplog):
+    with caplog.at_level(logging.WARNING, logger="trl"):
+        trainer, _ = run("online_dpo", **{**ONE, "mask_truncated_completions": True, "max_completion_length": 1})
+    entry = trainer.state.log_history[0]
+    assert entry["tokens/truncated"] > 0 and "tokens/reward_failed" not in entry
+    assert "mask_truncated_completions" in caplog.text and "returned None" not in caplog.text

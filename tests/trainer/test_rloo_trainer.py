@@ -60,6 +60,16 @@ def test_rewards_that_are_all_alike_are_spoken_of_whatever_the_price(caplog):
     assert "frac_given_reward_zero_std" not in logs(run("rloo", beta=0.0, max_steps=1)[0])[0]
 
 
+def test_a_policy_like_its_reference_learns_nothing_from_equal_rewards():
+    """Both log-probs come from the scoring forward: the rounding of another one would be an advantage."""
+    equal = {"reward_funcs": lambda completion_ids, **_: [0.0] * len(completion_ids)}
+    trainer, keep = run("rloo", dtype="float32", max_steps=1, **equal)
+    assert trainer.sampler_is_exact and trainer.reference is not None
+    (entry,) = logs(trainer)
+    assert entry["frac_reward_zero_std"] == 1.0 and entry["tokens/trained"] == 0 and entry["kl"] == 0
+    assert not any(value.any() for value in keep.steps[0].values())
+
+
 def test_without_a_price_there_is_no_reference():
     trainer = moved(beta=0.0)
     assert trainer.reference is None and trainer.ref_model is None

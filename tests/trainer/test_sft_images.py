@@ -243,6 +243,13 @@ BAD = {
 }  # fmt: skip
 
 
+def test_the_placeholder_of_other_rows_is_refused():
+    """LLaVA's rows, with a model whose images have another one: it would be trained as text."""
+    rows = [{"images": [tiny_image(0)], "messages": [{**USER, "content": "<image>Look"}, BLUE]}]
+    with pytest.raises(ValueError, match=r"row 0, column 'messages': '<image>', which is text for this processor"):
+        make(rows, "qwen2_vl")
+
+
 def small_model(processor):
     model = tiny_vision_model(processor)
     model.resize_token_embeddings(300)
