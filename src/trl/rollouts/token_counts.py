@@ -43,7 +43,7 @@ def token_ledger(advantages: Tensor, claims: Mapping[str, Tensor]) -> Tensor:
     Raises: ValueError for an advantage that is NaN and would count.
 
     >>> token_ledger(torch.tensor([1.0, 0.0, 0.0, -2.0]), {"truncated": torch.tensor([False, False, True, True])})
-    tensor([0, 0, 2, 0, 0, 1, 1])
+    tensor([0, 2, 0, 0, 0, 1, 1])
     """
     trained = len(BUCKETS) - 1
     bucket = torch.where(advantages == 0, trained - 1, trained)
